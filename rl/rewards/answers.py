@@ -1,8 +1,9 @@
-"""One reading of ground truths and answers for every reward function.
+"""Reads ground truths and answers in the same way for every reward function.
 
-A truth reaches a reward function as the file holds it: text, a number, a list of accepted answers, SQuAD's
-mapping {"text": [...], "answer_start": [...]}, or the JSON text of one of these. `accepted` returns its
-answers as texts. It refuses an unknown form, which would reward wrong responses or no response at all.
+A ground truth reaches a reward function in the form in which the file holds it: a text, a number, a list of
+accepted answers, SQuAD's mapping {"text": [...], "answer_start": [...]}, or the JSON text of one of these.
+`accepted` returns the accepted answers as texts. It refuses an unknown form. Otherwise wrong responses, or no
+response at all, would be rewarded.
 """
 
 import ast
@@ -14,9 +15,9 @@ from collections.abc import Mapping
 from typing import Any
 
 KEYS = ("target", "answers", "answer", "text", "value", "aliases")
-"""Keys of a mapping that hold answers: Search-R1, SQuAD, TriviaQA."""
+"""Keys under which a mapping may hold its answers, for example in Search-R1, SQuAD and TriviaQA."""
 SHOWN_CHARS = 200
-"""Maximum characters of a truth in an error."""
+"""Maximum number of characters of a ground truth that an error message shows."""
 
 _ASCII = {
     0x2212: "-",
@@ -24,16 +25,17 @@ _ASCII = {
     0x3002: ".",
     **{code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)},
 }
-# The start of a list, mapping or tuple of texts. Other brackets may be an answer: [1, 2] or {1, 2}.
+# The beginning of a list, mapping or tuple of texts. Other brackets may be an answer, such as [1, 2] or {1,
+# 2}.
 _CONTAINER = re.compile(r"""\s*(?:[\[(]\s*)*(?:[\[{]\s*['"]|\(\s*(['"])[^'"]*\1\s*,)""")
 
 
 def accepted(ground_truth: Any) -> list[str]:
-    """Return the accepted answers of a truth, at least one, none of them blank.
+    """Return the accepted answers of a ground truth. There is at least one, and none of them is blank.
 
-    Whole floats become integers, for example 72.0 becomes "72", because integers with nulls are read as
-    floats. Nulls in lists are left out. Text is one answer, unless it is the text of a list or mapping of
-    texts. Raises ValueError for anything else.
+    Whole floats become integers: for example, 72.0 becomes "72". The reason is that a column of integers with
+    nulls is read as floats. Nulls in lists are left out. A text is one answer, unless it spells a list or a
+    mapping of texts. Raises ValueError for anything else.
     """
     try:
         answers = _read(ground_truth)
@@ -45,7 +47,8 @@ def accepted(ground_truth: Any) -> list[str]:
 
 
 def single(ground_truth: Any) -> str:
-    """Return the one answer of a truth. Raises ValueError if it accepts none, or different ones."""
+    """Return the only answer of a ground truth. Raises ValueError if it has no answer or different
+    answers."""
     answers = list(dict.fromkeys(accepted(ground_truth)))
     if len(answers) > 1:
         raise refusal(ground_truth, f"it holds {len(answers)} answers, this reward function reads one")
@@ -53,7 +56,7 @@ def single(ground_truth: Any) -> str:
 
 
 def refusal(ground_truth: Any, reason: str) -> ValueError:
-    """Return the error for a truth that cannot be graded."""
+    """Return the error for a ground truth against which no response can be graded."""
     shown = " is missing" if ground_truth is None else f"={ground_truth!r:.{SHOWN_CHARS}}"
     return ValueError(
         f"reward_model.ground_truth{shown}: {reason}; write the answer as text, or several as a list of "
@@ -62,9 +65,9 @@ def refusal(ground_truth: Any, reason: str) -> ValueError:
 
 
 def decoded(value: Any) -> Any:
-    """Return a value in Python's plain types; arrays and texts that spell a container are converted.
+    """Return a value in plain types of Python. Arrays, and texts that spell a list or mapping, are converted.
 
-    Raises ValueError for the text of a container that is neither JSON nor Python's.
+    Raises ValueError for a text that begins like a list or mapping but is neither JSON nor Python.
     """
     value = plain(value)
     if not isinstance(value, str) or not _CONTAINER.match(value):
@@ -84,7 +87,7 @@ def container(text: str) -> list | dict | None:
             found = ast.literal_eval(text.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return None
-        # numpy prints ['a' 'b'] without commas, which Python reads as ['ab'].
+        # numpy prints an array without commas: ['a' 'b'], which Python would read as ['ab'].
         if not isinstance(found, tuple) and repr(found) != text.strip():
             return None
         found = list(found) if isinstance(found, tuple) else found
@@ -92,16 +95,20 @@ def container(text: str) -> list | dict | None:
 
 
 def plain(value: Any) -> Any:
-    """Return numpy's arrays and numbers, read from Parquet files, as Python's lists and numbers."""
-    numpy = sys.modules.get("numpy")  # a value of its types has imported it
+    """Convert arrays and numbers of numpy, which are read from Parquet files, to lists and numbers of
+    Python."""
+    numpy = sys.modules.get("numpy")  # if the value has a type of numpy, numpy is imported already
     return (
         value.tolist() if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)) else value
     )
 
 
 def ascii_signs(text: str) -> str:
-    """Return the text with U+2212, the minus sign of typeset mathematics, as `-`, and with fullwidth signs of
-    Chinese and Japanese text in ASCII: for example, U+FF11 becomes `1`."""
+    """Replace typographic signs in a text by ASCII.
+
+    U+2212, the minus sign of typeset mathematics, becomes `-`. The fullwidth signs of Chinese and Japanese
+    text become their ASCII counterparts: for example, U+FF11 becomes `1`.
+    """
     return text.translate(_ASCII)
 
 
@@ -118,7 +125,7 @@ def _read(value: Any) -> list[str]:
         return [answer for each in value for answer in _read(each)]
     if isinstance(value, bytes):
         raise ValueError("bytes are not text")
-    if value is None or value != value:  # NaN, pandas' null in a column of numbers
+    if value is None or value != value:  # NaN, which is pandas' null in a column of numbers
         return []
     if not isinstance(value, (str, bool, int)) and _is_whole(value):
         value = int(value)

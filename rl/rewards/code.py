@@ -1,14 +1,15 @@
-"""Code reward: run the program in the response on its tests, in `rl.sandbox`, with one process per test.
+"""Code reward: runs the program in a response on the tests of its prompt, each in a process of `rl.sandbox`.
 
-The expected outputs of tests with inputs stay in this process, so the program cannot read them. Asserts run
-apart from the program (`rl.sandbox.apart`), so that a program that replaces __eq__, reads its caller's
-variables or exits early does not pass them. Not promised:
+If a test has inputs and outputs, the expected outputs stay in this process, so the program cannot read them.
+If a test is an assert, it runs in another process than the program (`rl.sandbox.apart`). Therefore a program
+does not pass it by replacing __eq__, by reading the variables of its caller, or by exiting early. This
+protection has limits:
 
-- Asserts that cannot run apart run in the program's process. They import packages, are asynchronous, or give
-  the program functions or objects of their own.
+- Some asserts cannot run apart: they import packages, are asynchronous, or pass their own functions or
+  objects to the program. They run in the process of the program.
 - With `allow_unprotected` nothing separates the two processes.
-- A program can recognise a test by its arguments, and its own objects decide `f(1) == f(2)` and methods such
-  as `equals`.
+- A program can recognise a test by its arguments. If a test compares two results of the program, as in
+  `f(1) == f(2)`, or calls a method of a result, such as `equals`, then the program's own objects decide.
 """
 
 import functools
@@ -37,20 +38,25 @@ from heapq import heapify, heappop, heappush
 from itertools import accumulate, combinations, permutations, product
 from math import ceil, floor, gcd, inf, sqrt
 """
-"""Imports run before a program that is judged by calls or asserts: part of what LeetCode provides."""
+"""Imports that run before a program that is judged by calls or asserts. LeetCode provides them, among
+others."""
 RTOL, ATOL = 1e-5, 1e-8
-"""Tolerances for numbers with a point or an exponent: numpy's defaults, as in APPS (arXiv:2105.09938)."""
+"""Relative and absolute tolerance for numbers with a point or an exponent: numpy's defaults, as in APPS
+(arXiv:2105.09938)."""
 PROOF_S = 3.0
-"""Seconds beyond `total_s` for trying tests without a solution, after a response has passed them."""
+"""Minimum time in seconds for `_prove`, which tries the tests without a solution after a response has passed
+them. It may exceed `total_s`."""
 IDLE_VALUES = ("None", "Idle")
-"""Values that functions of `idle_program` return. A test for None passes with one of them, none with both."""
+"""Values that the functions of `idle_program` return, one after the other. A test that expects None passes
+with the first one only. A test that passes with both checks nothing."""
 
 _FENCE = re.compile(r"[ \t]*```[ \t]*([a-zA-Z0-9_+-]*)")
 _PYTHON = {"python", "python3", "py"}
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 
-# Reads the job from standard input and redirects the solution's standard output, so that only the answer is
-# written to the original one: the value as JSON after a call, the token after all asserts have passed.
+# The harness reads the job from standard input. It redirects the standard output of the solution, so that
+# only the answer is written to the original standard output: after a call, the returned value as JSON; after
+# asserts that have all passed, the token.
 _HARNESS = """
 import json, os, sys, types
 job = json.loads(sys.stdin.read())
@@ -78,24 +84,25 @@ class CodeOptions:
     """Keyword arguments of the reward (`reward.kwargs`)."""
 
     partial: bool = False
-    """Use `passed` as the score. Otherwise the score is `acc` and testing stops at the first failure; the
-    remaining tests count as not passed and not timed out."""
+    """Whether the score is `passed`. Otherwise the score is `acc`, and testing stops at the first failure.
+    The remaining tests then count as neither passed nor timed out."""
     max_cases: int | None = None
     """Run only the first `max_cases` tests, 1 or more."""
     total_s: float = 25.0
-    """Seconds for all tests of a response; unfinished tests are not passed. Keep it some seconds below
-    reward.timeout_s, which would end the whole call and cost the sample its score."""
+    """Time for all tests of a response, in seconds. Unfinished tests count as not passed. Keep it some
+    seconds below reward.timeout_s: that limit ends the whole call, and the sample loses its score."""
     wall_s: float = 12.0
-    """With cpu_s and memory_mib: limits of one test, see sandbox.Limits."""
+    """wall_s, cpu_s and memory_mib are the limits of one test (`rl.sandbox.sandbox.ProgramLimits`)."""
     cpu_s: float = 6
     memory_mib: int = 1024
     interpreter: str | None = None
-    """Python that runs the programs, see sandbox.run_program."""
+    """Path of the Python that runs the programs (`rl.sandbox.sandbox.run_program`)."""
     allow_unprotected: bool = False
-    """Run programs even if nothing keeps them from the network and the user's files."""
+    """Whether programs run even if nothing keeps them away from the network and from the user's files."""
     container: Mapping[str, Any] | None = None
-    """Settings of `rl.config.container.Container`: each test runs in a fresh container, by its `python3`, or
-    by `interpreter`, a path in the image. Its limits replace `cpu_s` and `memory_mib`."""
+    """Settings of `rl.config.container.Container`. If given, each test runs in a fresh container. It is run
+    by the container's `python3`, or by `interpreter`, which is then a path in the image. The limits of the
+    container replace `cpu_s` and `memory_mib`."""
 
     def __post_init__(self) -> None:
         if self.max_cases is not None and (not isinstance(self.max_cases, int) or self.max_cases < 1):
@@ -112,18 +119,20 @@ def score(
     extra_info: Any = None,
     **kwargs: Any,
 ) -> dict[str, float]:
-    """Return `score`, `acc` (1.0 if all tests pass), and the fractions `passed` and `timed_out` of the tests.
+    """Return `score`, `acc` (1.0 if all tests pass, else 0.0), and the fractions of tests `passed` and
+    `timed_out`.
 
-    The program is the last block fenced as ```python, else the last fenced block, else the whole response.
+    The program is the last block fenced as ```python. Without one it is the last fenced block, and without
+    any fenced block the whole response.
 
     Args:
         ground_truth: tests in a form of `rl.rewards.code_tests`.
         kwargs: `CodeOptions`.
 
     Raises:
-        ValueError: the ground truth is malformed or holds no test, or its tests pass without a program, which
-            is tried once per process for tests that a response has passed. Also if this machine cannot
-            confine programs.
+        ValueError: the ground truth is malformed or holds no test, or this machine cannot confine programs.
+            Also if the tests pass without a program. This is tried after a response has passed the tests,
+            once per process for the same tests.
         OSError: a program could not be started or confined.
     """
     settings, cases = CodeOptions(**kwargs), check_truth(ground_truth, **kwargs)
@@ -151,7 +160,8 @@ def score(
 
 
 def check_truth(ground_truth: Any, **kwargs: Any) -> list[Case]:
-    """Return the tests. Raises ValueError if there is none, or test code checks nothing. Runs no code.
+    """Return the tests without running code. Raises ValueError if there is none, or if test code checks
+    nothing.
 
     kwargs: `CodeOptions`.
     """
@@ -179,15 +189,15 @@ def try_truth(ground_truth: Any, **kwargs: Any) -> None:
 
 
 _proved: set[int] = set()
-"""Hashes of the tests that this process has seen fail without a solution."""
+"""Hashes of the tests for which `_prove` has found, in this process, that they fail without a solution."""
 
 
 def _prove(cases: Sequence[Case], ground_truth: Any, settings: CodeOptions, deadline: float) -> None:
     """Raise ValueError if tests pass with an empty program, or with functions of two different values.
 
-    A test that passes with both values ignores the result; a test for None passes only with None. With
-    `partial`, which pays for each test, one such test suffices for the error. Tests that are unfinished at
-    the deadline count as not passed.
+    A test that passes with both values ignores the result; a test that expects None passes only with None.
+    Normally the error is raised if all tests pass in this way. With `partial`, where each test earns a part
+    of the score, one such test is enough. Tests that are unfinished at the deadline count as not passed.
     """
     key = zlib.crc32(f"{settings.partial}{cases!r}".encode("utf-8", "replace"))
     if key in _proved:
@@ -212,9 +222,10 @@ def _prove(cases: Sequence[Case], ground_truth: Any, settings: CodeOptions, dead
 
 
 def extract_program(response: str) -> str:
-    """Return the last block fenced as Python, else the last fenced block, else the whole text.
+    """Return the last block fenced as Python; without one, the last fenced block; without any, the whole
+    text.
 
-    A block that is not closed extends to the end of the text. Linear time.
+    A block that is not closed extends to the end of the text. This takes linear time.
     """
     blocks: list[tuple[str, str]] = []
     language, lines = None, []
@@ -227,7 +238,7 @@ def extract_program(response: str) -> str:
         elif not fence[1]:
             blocks.append((language, "".join(lines)))
             language = None
-        else:  # a new block begins before the last one was closed
+        else:  # a new block begins before the previous block was closed
             blocks.append((language, "".join(lines)))
             language, lines = fence[1].lower(), []
     if language is not None:
@@ -240,9 +251,9 @@ def extract_program(response: str) -> str:
 
 
 def run_case(program: str, case: Case, settings: CodeOptions, left_s: float) -> tuple[ProgramOutcome, bool]:
-    """Run a program on one test; return how it ended and whether it passed. Raises as `run_program`.
+    """Run a program on one test. Return how the program ended, and whether it passed.
 
-    left_s: seconds that are left for all tests.
+    left_s: seconds left for all remaining tests. Raises the errors of `run_program`.
     """
     limits = ProgramLimits(
         wall_s=min(settings.wall_s, left_s), cpu_s=math.ceil(settings.cpu_s), memory_mib=settings.memory_mib
@@ -267,7 +278,7 @@ def run_case(program: str, case: Case, settings: CodeOptions, left_s: float) -> 
 
 
 def _runner(settings: CodeOptions, limits: ProgramLimits) -> Callable[..., ProgramOutcome]:
-    """Return `run_program`, or its counterpart of a container, with its settings."""
+    """Return `run_program`, or its counterpart for containers, with the settings filled in."""
     how: dict[str, Any] = {"limits": limits, "interpreter": settings.interpreter}
     if settings.container is None:
         return functools.partial(run_program, **how, allow_unprotected=settings.allow_unprotected)
@@ -279,28 +290,30 @@ def _runner(settings: CodeOptions, limits: ProgramLimits) -> Callable[..., Progr
 
 
 def _returned(stdout: str, expected: Any) -> bool:
-    """Return whether the harness's answer holds the expected value."""
+    """Return whether the answer of the harness holds the expected value."""
     try:
         value = json.loads(stdout)["value"]
         if same_value(value, expected):
             return True
-        # A value may be given as text: "[1, 2]" is a list.
+        # The ground truth may give the value as text: "[1, 2]" is a list.
         if isinstance(expected, str):
             return same_value(value, literal(expected, expected))
-        # APPS puts some values into a list of one.
+        # APPS puts some values into a list with one element.
         wrapped = isinstance(expected, list) and len(expected) == 1 and not isinstance(value, list)
         return wrapped and same_value(value, expected[0])
-    # The program may have written the answer itself: invalid JSON, no value, too many digits, deep nesting.
+    # The program may have written the answer itself, for example invalid JSON, no value, a number with too
+    # many digits, or a deeply nested value.
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return False
 
 
 def same_output(output: str, expected: str) -> bool:
-    """Return whether two texts have the same lines, ignoring outer blanks and empty lines at both ends.
+    """Return whether two texts have the same lines.
 
-    Lines that differ are compared word by word. Two numbers match if they are equal as decimals, as in
-    LiveCodeBench, or, if the expected one has a decimal point or an exponent, within RTOL and ATOL, as in
-    APPS. For example, 5.0 matches 5, and 2.500001 matches 2.50, but 5.000001 does not match 5.
+    Blanks around a line, and empty lines at both ends of a text, are ignored. Lines that differ are compared
+    word by word. Two numbers match if they are equal as decimals, as in LiveCodeBench. If the expected number
+    has a decimal point or an exponent, they also match within RTOL and ATOL, as in APPS. For example, 5.0
+    matches 5, and 2.500001 matches 2.50, but 5.000001 does not match 5.
     """
     ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (output, expected))
     return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
@@ -324,7 +337,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def same_value(value: Any, expected: Any) -> bool:
-    """Return whether two JSON values are equal, floats within RTOL and ATOL."""
+    """Return whether two JSON values are equal. Floats may differ by RTOL and ATOL."""
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(map(same_value, value, expected))
     if isinstance(value, dict) and isinstance(expected, dict):
@@ -337,5 +350,5 @@ def same_value(value: Any, expected: Any) -> bool:
 
 
 def _is_close(value: float, expected: float) -> bool:
-    # As numpy.isclose: relative to the expected value, and only infinity is close to infinity.
+    # As in numpy.isclose: RTOL is relative to the expected value, and only infinity is close to infinity.
     return math.isfinite(expected) and abs(value - expected) <= ATOL + RTOL * abs(expected)

@@ -1,4 +1,6 @@
-"""The tests of the code reward in a ground truth: a mapping or a list, its JSON or Python text, or test code.
+"""Reads the tests of the code reward from a ground truth.
+
+A ground truth is a mapping or list of one of these forms, or the JSON or Python text of it, or test code:
 
     {"inputs": [str, ...], "outputs": [str, ...]}              standard input and output; APPS: lists of lines
     {"fn_name": str, "inputs": [[...], ...], "outputs": [...]} arguments and value of a function or method of
@@ -11,7 +13,7 @@
     {"test": str, "entry_point": str}                          HumanEval: code that defines `check`
     any other text                                             test code
 
-A lone text or number in `inputs` or `outputs` is one test.
+If `inputs` or `outputs` is a single text or number instead of a list, it belongs to one test.
 """
 
 import ast
@@ -33,9 +35,9 @@ class Case:
     arguments: tuple[Any, ...] | None = None
     """Arguments of the call of `fn_name`."""
     test: str | None = None
-    """Code that raises if the program is wrong."""
+    """Test code, which raises an exception if the program is wrong."""
     expected: Any = None
-    """Expected output, or expected value of the call."""
+    """Expected standard output, or expected value of the call."""
 
 
 def refusal(ground_truth: Any, reason: str) -> ValueError:
@@ -47,7 +49,7 @@ def refusal(ground_truth: Any, reason: str) -> ValueError:
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
-    """Return the tests in a ground truth. Raises ValueError if it is malformed or holds none."""
+    """Return the tests in a ground truth. Raises ValueError if it is malformed or holds no test."""
     tests = plain(ground_truth)
     if isinstance(tests, str):
         found = container(tests)
@@ -103,7 +105,7 @@ def _mapping(case: Any) -> Mapping[str, Any]:
 
 
 def _listed_case(case: Mapping[str, Any]) -> Case:
-    """Return a test of LiveCodeBench or PrimeIntellect."""
+    """Return the test that a mapping of LiveCodeBench or PrimeIntellect describes."""
     about: Any = case.get("metadata") or {}
     about = container(about) or {} if isinstance(about, str) else about
     fn_name = case.get("fn_name") or about.get("func_name")
@@ -121,7 +123,7 @@ def _case(fn_name: str | None, given: Any, expected: Any) -> Case:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return a list, the list that a text spells, or a list of the single value."""
+    """Return a list: the value itself, the list that it spells as text, or a list with only the value."""
     value = plain(value)
     if isinstance(value, str):
         found = container(value)
@@ -132,7 +134,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """Return standard input or output: a text, a number, or a list of lines."""
+    """Return standard input or output as text. value: a text, a number, or a list of lines."""
     lines = [plain(line) for line in value] if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(line, (str, int, float)) for line in lines):
         raise ValueError("standard input and output must be text, numbers or a list of lines")
@@ -157,7 +159,10 @@ def _read(argument: Any) -> Any:
 
 
 def literal(text: str, *default: Any) -> Any:
-    """Return the value that a text spells in JSON or Python; else return `default`, or raise ValueError."""
+    """Return the value that a text spells in JSON or Python.
+
+    If it spells none, return `default`, or raise ValueError without one.
+    """
     for parse in (json.loads, ast.literal_eval):
         try:
             return _json(parse(text.strip()))
@@ -169,7 +174,7 @@ def literal(text: str, *default: Any) -> Any:
 
 
 def _json(value: Any) -> Any:
-    """Convert numpy arrays and numbers, which Parquet files are read as, to JSON's types."""
+    """Convert arrays and numbers of numpy, which are read from Parquet files, to types of JSON."""
     return json.loads(json.dumps(value, default=lambda array: array.tolist()))
 
 
@@ -177,11 +182,15 @@ def _json(value: Any) -> Any:
 
 
 def check_test(case: Case, ground_truth: Any, *, own_python: bool) -> bool:
-    """Return whether a test checks anything, as far as its code shows without being run.
+    """Return whether a test checks anything, judged by its code alone, without running it.
 
-    False: it only defines, imports and names values. Raises ValueError for code that Python cannot read
-    (own_python: if the Python of this process runs it), that uses no name defined outside, or that ends the
-    process before its result.
+    It returns False if the code only defines functions, imports modules and assigns values.
+
+    own_python: whether the Python of this process will run the code. If so, code that it cannot parse is an
+        error.
+
+    Raises ValueError for such code, for code that uses no name that a program could define, and for code that
+    ends the process before the result is known.
     """
     if case.test is None:
         return True
@@ -212,7 +221,8 @@ _ENDS = ("unittest.main", "pytest.main", "sys.exit", "exit", "quit", "os._exit")
 
 
 def _only_defines(node: ast.stmt) -> bool:
-    """Return whether a statement checks nothing: a definition, import, value, or `if __name__` block."""
+    """Return whether a statement checks nothing: a definition, an import, a value, or an `if __name__`
+    block."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Import() | ast.ImportFrom():
             return True
@@ -226,7 +236,8 @@ def _only_defines(node: ast.stmt) -> bool:
 
 
 def _outside_names(tree: ast.AST) -> set[str]:
-    """Return the names that test code reads and does not define, and its imports from `solution`."""
+    """Return the names that test code reads but does not define, and the names that it imports from
+    `solution`."""
     read, defined, imported = set[str](), set[str](), set[str]()
     for node in ast.walk(tree):
         match node:
@@ -245,10 +256,13 @@ def _outside_names(tree: ast.AST) -> set[str]:
 
 
 def idle_program(case: Case, value: str) -> str:
-    """Return a program with the names that a test reads: functions that return `value`, and classes."""
+    """Return a program that does nothing, but defines the names that a test reads.
+
+    A name becomes a function that returns `value`, or, with a capital first letter, a class of such methods.
+    """
     try:
         names = {case.fn_name} if case.test is None else _outside_names(ast.parse(case.test))
-    except (SyntaxError, ValueError):  # code of another Python version
+    except (SyntaxError, ValueError):  # code for another version of Python
         names = set()
     names = {name for name in names if name.isidentifier()} - _BUILTINS
     lines = [

@@ -1,8 +1,8 @@
-"""Countdown reward: the numbers given, combined with + - * /, must equal the target (TinyZero's task).
+"""Countdown reward (TinyZero's task): the given numbers, combined with + - * /, must equal the target.
 
-See github.com/Jiayi-Pan/TinyZero. The expression is parsed with `ast` and computed over fractions: nothing is
-executed as Python, and division is exact. For example, (3 + 5) * 2 is right for the numbers 3, 5, 2 and the
-target 16, and 8 * 2 is wrong.
+See github.com/Jiayi-Pan/TinyZero. The expression is parsed with `ast` and computed with fractions. So nothing
+is executed as Python, and division is exact. For example, for the numbers 3, 5, 2 and the target 16,
+(3 + 5) * 2 is right, and 8 * 2 is wrong.
 """
 
 import ast
@@ -14,10 +14,11 @@ from rl.rewards.answers import ascii_signs, container, decoded, plain
 from rl.rewards.format import last_answer, last_line
 
 MAX_CHARS = 500
-"""Maximum characters of an answer that is parsed; six three-digit numbers with brackets take about 60."""
+"""Maximum number of characters of an answer that is parsed. Six three-digit numbers with brackets take about
+60."""
 
 _SIGNS = "\u00d7 * \u22c5 * \u00f7 / \\times * \\cdot * \\div /".split()
-"""Signs, each followed by its ASCII form."""
+"""Operators in other spellings, each followed by its ASCII form."""
 
 
 def score(
@@ -33,14 +34,14 @@ def score(
     """Return `score`, `acc` (1.0 if the expression is right, else 0.0) and `pred`, the expression.
 
     The expression is the content of the last <answer> </answer>. It scores 1.0 if it uses the numbers and
-    equals the target, and `format_score` otherwise. Without the tag, the last line that is not blank is
-    tried: it scores 1.0 or 0.0 (with `require_tag`, always 0.0). A trailing `= target` is allowed; any other
-    number there is wrong.
+    equals the target, otherwise `format_score`. If there is no tag, the expression is the last line that is
+    not blank. It scores 1.0 or 0.0, and with `require_tag` always 0.0. The expression may end with
+    `= target`; an equation with any other number is wrong.
 
     Args:
-        ground_truth: {"target": int, "numbers": [int, ...]}, or its text.
-        format_score: score of a wrong expression within the tag; 0.1 as in TinyZero.
-        use_all: each number must be used exactly once, as in TinyZero; otherwise at most once.
+        ground_truth: {"target": int, "numbers": [int, ...]}, or the text of such a mapping.
+        format_score: score of a wrong expression within the tag; the default 0.1 is the value of TinyZero.
+        use_all: whether each number must be used exactly once, as in TinyZero; otherwise at most once.
 
     Raises ValueError for a malformed ground truth.
     """
@@ -78,21 +79,22 @@ def _whole(value: Any) -> int:
 def evaluate(expression: str, numbers: list[int], *, use_all: bool = True) -> Fraction | None:
     """Return the value of an expression of whole numbers, + - * / and brackets.
 
-    Returns None if it is not such an expression, uses a number too often or one not given (with `use_all`:
-    leaves one out), or divides by zero.
+    Returns None if the text is not such an expression, if it divides by zero, if it uses a number too often
+    or a number that was not given, and, with `use_all`, if it leaves out a given number.
     """
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
         used = Counter(node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
         given = Counter(numbers)
-        # Checked before computing: 99999**9 or a huge literal could take forever, the given numbers cannot.
+        # The numbers are compared before anything is computed: an expression of the given numbers is cheap,
+        # but a huge literal could take forever.
         return _value(tree) if (used == given if use_all else used <= given) else None
     except (SyntaxError, ValueError, ZeroDivisionError, MemoryError, RecursionError):
         return None
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Compute a node. Raises ValueError for anything that is not arithmetic, and ZeroDivisionError."""
+    """Compute a node. Raises ValueError for anything that is not arithmetic, ZeroDivisionError for x / 0."""
     match node:
         case ast.Constant(value=int(value)) if not isinstance(value, bool):
             return Fraction(value)
@@ -110,7 +112,7 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def _split_equation(text: str, target: int) -> tuple[str, bool]:
-    """Split `expression = number` into the expression and whether the number, if any, is the target."""
+    """Split `expression = number`. Return the expression, and whether the number is the target or missing."""
     if len(text) > MAX_CHARS:
         return "", False
     for sign, ascii_sign in zip(_SIGNS[::2], _SIGNS[1::2]):

@@ -1,15 +1,15 @@
 """DAPO's reward for competition mathematics (AIME): +1 if the last `Answer: X` is right, else -1.
 
-Follows DAPO (arXiv:2503.14476, section 3.3, and its code in verl): only the end of the response is read, and
-strings are compared after the normalisation of Minerva (Lewkowycz et al., arXiv:2206.14858, appendix D.1).
-The normalisation is reproduced exactly, including its oddities ("a " is removed inside words too), so that
-scores are comparable with published ones.
+This follows DAPO (arXiv:2503.14476, section 3.3, and its code in verl). Only the end of the response is read.
+Answers are compared as strings after the normalisation of Minerva (Lewkowycz et al., arXiv:2206.14858,
+appendix D.1). The normalisation is reproduced exactly, so that scores are comparable with published scores.
+This includes its oddities: for example, "a " is removed inside words, too.
 
 The default mode reads only the last `Answer:` line, which DAPO's prompt requires: a right \\boxed{42} without
-`Answer:` scores -1, as in verl's math_dapo.compute_score up to version 0.9.0. A box on the `Answer:` line is
-unwrapped. With `bare_box` a response without `Answer:` is judged by its last box, as in verl 0.9.1. With
-`strict_box` (`strict_box_verify` in verl) only the last box is read. For prompts that require a box, set
-`reward.kwargs.strict_box=true`, or use `rl.rewards.math:score`, which scores 1 or 0.
+`Answer:` scores -1, as in verl's math_dapo.compute_score up to version 0.9.0. If the `Answer:` line has a
+box, the content of the box is read. With `bare_box`, a response without `Answer:` is judged by its last box,
+as in verl 0.9.1. With `strict_box` (`strict_box_verify` in verl) only the last box is read. For prompts that
+require a box, set `reward.kwargs.strict_box=true`, or use `rl.rewards.math:score`, which scores 1 or 0.
 """
 
 import re
@@ -19,14 +19,14 @@ from rl.rewards.answers import ascii_signs, refusal, single
 from rl.rewards.score import INVALID
 
 TAIL_CHARS = 300
-"""Characters read from the end of the response. The longest answer in MATH-500 has 159."""
+"""Number of characters read from the end of the response. The longest answer in MATH-500 has 159."""
 STRICT_TAIL_CHARS = 100
-"""Characters at the end of the response that may hold a box."""
+"""Number of characters at the end of the response in which a box is looked for."""
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _BOX = "\\boxed{"
 
-# Texts that are replaced, then texts that are removed, in the order of appendix D.1 of Minerva.
+# First texts that are replaced, then texts that are removed, in the order of appendix D.1 of Minerva.
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -74,9 +74,9 @@ def score(
 ) -> dict[str, float | str]:
     """Return `score` (1.0 if the answer is right, else -1.0), `acc` (1.0 or 0.0) and `pred` (the answer).
 
-    The answer is the rest of the line after the last `Answer:` in the last 300 characters, normalised like
-    the ground truth. With `strict_box`, and with `bare_box` if there is no such line, it is the unchanged
-    content of the last \\boxed{} in the last 100 characters.
+    The answer is the rest of the line after the last `Answer:` in the last 300 characters. It is normalised
+    in the same way as the ground truth. With `strict_box`, the answer is the unchanged content of the last
+    \\boxed{} in the last 100 characters. With `bare_box`, this also holds if there is no `Answer:` line.
 
     Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
     """
@@ -96,9 +96,11 @@ def _judge(response: str, truth: str, strict_box: bool, bare_box: bool) -> tuple
 
 
 def check_truth(ground_truth: Any, *, strict_box: bool = False, **kwargs: Any) -> str:
-    """Return the answer of a truth, of a solution its last box.
+    """Return the answer of a ground truth. If the ground truth is a solution, this is the content of its last
+    box.
 
-    Raises ValueError if there is none, or its normal form is empty, or a response with it would be wrong.
+    Raises ValueError if there is no answer, if the normal form of the answer is empty, or if a response with
+    this answer would be wrong.
     """
     text = ascii_signs(single(ground_truth))
     truth = _boxed(text) or text
@@ -135,7 +137,8 @@ def normalize(answer: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    """Return the content of the last \\boxed{} that has one; None if missing or not closed."""
+    """Return the content of the last \\boxed{} with content; None if there is none, or if it is not
+    closed."""
     end = len(text)
     while (start := text.rfind(_BOX, 0, end)) >= 0 and text[start + len(_BOX) :].lstrip().startswith("}"):
         end = start

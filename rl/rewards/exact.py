@@ -11,8 +11,8 @@ def score(
     """Return `score` and `acc`: 1.0 if the stripped response equals an accepted answer, else 0.0.
 
     Args:
-        ground_truth: the accepted answer, or several, see `rl.rewards.answers.accepted`.
-        literal: compare a text unchanged, also if it spells a list or a mapping of texts.
+        ground_truth: one or several accepted answers (`rl.rewards.answers.accepted`).
+        literal: whether a text is compared as it is, even if it spells a list or a mapping of texts.
 
     Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
     """

@@ -1,9 +1,9 @@
-"""Comparison of two answers in LaTeX as expressions, with the parser and the rules of `math-verify`.
+"""Compares two answers in LaTeX as expressions, with the parser and the rules of `math-verify`.
 
 A policy may write any expression. Expressions that could take sympy long are not compared (`is_costly`), and
-a comparison is aborted after COMPARE_CPU_S. Numbers are compared exactly, except that a decimal may stand for
-a number that no decimal equals, for example 1/3, if both agree to six places (math-verify's rule) and are not
-below 0.001.
+a comparison is aborted after COMPARE_CPU_S. Numbers are compared exactly, with one exception: a decimal may
+stand for a number that has no finite decimal, for example 0.333333 for 1/3. Both must then agree to six
+places (math-verify's rule) and must not be below 0.001.
 """
 
 import contextlib
@@ -23,13 +23,14 @@ from rl.rewards.latex import INEQUALITY, has_decimals, has_words, read, split_na
 log = logging.getLogger(__name__)
 
 MAX_EXPRESSION_CHARS = 300
-"""Maximum characters of an expression that is compared symbolically."""
+"""Maximum number of characters of an expression that is compared symbolically."""
 MAX_DIGITS = 20_000
-"""Maximum decimal digits of an expression's value, because signals cannot interrupt arithmetic in C."""
+"""Maximum number of decimal digits of the value of an expression. Without a limit, arithmetic in C could take
+long, and signals cannot interrupt it."""
 COMPARE_CPU_S = 2.0
 """Seconds of processor time that one symbolic comparison may take; it usually takes 10 to 50 ms."""
 
-# sympy would evaluate these term by term.
+# sympy would evaluate expressions with these commands term by term.
 _UNBOUNDED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|cdots|ldots|dots)(?![a-zA-Z])")
 _BINOMIAL = re.compile(r"\\[dt]?binom|\\choose")
 _FACTORIAL = re.compile(r"(?:(?<![0-9!)}^])([0-9]+|[a-z])|(?<!\^)(\([0-9a-z+ -]+\)))!(?!!)")
@@ -43,16 +44,16 @@ _TINY = re.compile(r"\^\s*\{?\s*-\s*[0-9]{2}")
 def compare_symbolically(answer: str, truth: str) -> bool:
     """Return whether two answers are equal as expressions.
 
-    Returns False if math-verify is not installed, if a part of either answer is unknown, if an answer is
-    costly, or after COMPARE_CPU_S (main thread only).
+    Returns False if math-verify is not installed, if `read` does not know a part of an answer, if an answer
+    is costly, and after COMPARE_CPU_S (the time is limited only in the main thread).
     """
     percents = ["%" in text for text in (answer, truth)]
     answer, truth = strip(answer), strip(truth)
-    # Words are compared as strings only, and so are inequalities without a left side.
+    # Words, and inequalities without a left side, are compared as strings only.
     if any(has_words(text) or INEQUALITY.match(text) for text in (answer, truth)):
         return False
     (name, value), (other_name, other) = split_name(answer), split_name(truth)
-    # One name may be left out, but x=5 is not y=5, and x \\in (0,1) is not 0<y<1.
+    # One answer may leave out the name, but x=5 is not y=5, and x \\in (0,1) is not 0<y<1.
     if name == other_name or not re.search(r"=|" + INEQUALITY.pattern, truth if name else answer):
         answer, truth = value, other
     if is_costly(answer) or is_costly(truth):
@@ -68,7 +69,7 @@ def compare_symbolically(answer: str, truth: str) -> bool:
         with _cpu_limit(COMPARE_CPU_S):
             if equal(found, gold):
                 return True
-            # 50% is 50, as in MATH, and 0.5.
+            # 50% equals 50, as in MATH, and it also equals 0.5.
             found, gold = (f"({text})/100" if p else text for text, p in zip((found, gold), percents))
             return percents[0] != percents[1] and equal(found, gold)
     except _TookTooLong:
@@ -81,22 +82,23 @@ def compare_symbolically(answer: str, truth: str) -> bool:
 
 
 class _Comparison:
-    """Compares results of `read`; its methods may raise any exception.
+    """Compares two results of `read`. Its methods may raise any exception.
 
-    approximates: one of the two answers has decimals, and they may approximate the other.
+    approximates: whether only one of the answers has decimals, so that they may approximate the other answer.
     """
 
     def __init__(self, parse: Callable[..., Any], verify: Callable[..., Any], *, approximates: bool):
         self._parse, self._verify, self._approximates = parse, verify, approximates
 
     def equal(self, found: str, gold: str) -> bool:
-        """Compare lists, sets, points and intervals element by element, and others as one expression."""
+        """Compare lists, sets, points and intervals element by element, and other answers as one
+        expression."""
         if "".join(found.split()) == "".join(gold.split()):
             return True
         (opened, ours), (other, theirs) = _elements(found), _elements(gold)
         if opened == other == "\\{\\}" or (ours and theirs):
             is_ordered = opened[:1] in ("(", "[") or other[:1] in ("(", "[")
-            # 1, 2 may stand for (1, 2) and for {1, 2}; other brackets differ.
+            # 1, 2 may stand for (1, 2) and for {1, 2}. With other brackets the answers differ.
             if len(ours) != len(theirs) or (opened != other and opened not in ("", "()", "\\{\\}")):
                 return False
             if opened != other and {opened, other} not in ({"", "()"}, {"", "\\{\\}"}):
@@ -108,7 +110,7 @@ class _Comparison:
             return len(ours + theirs) == 1 and self.equal(*(ours or [found]), *(theirs or [gold]))
         if INEQUALITY.search(found) or INEQUALITY.search(gold):
             return self._same_solutions(found, gold)
-        for sign in ("\\cup", "\\cap"):  # letters, which the parser does not read, or intervals
+        for sign in ("\\cup", "\\cap"):  # unions of intervals, or of letters, which the parser does not read
             ours, theirs = _split(found, sign), _split(gold, sign)
             if len(ours) == len(theirs) > 1 and self._unordered(ours, theirs):
                 return True
@@ -146,7 +148,7 @@ class _Comparison:
         return self._verify(theirs, ours)
 
     def _same_solutions(self, found: str, gold: str) -> bool:
-        """Compare inequalities as written; inequalities in one variable also as sets."""
+        """Compare inequalities as written. Inequalities in one variable are also compared as sets."""
         from sympy import S
 
         (names, ours), (other_names, theirs) = map(self._solutions, (found, gold))
@@ -154,11 +156,12 @@ class _Comparison:
             return False
         if ours is None or theirs is None:
             return "\\cup" not in found + gold and self._verify(self._parse(gold), self._parse(found))
-        # Inequalities that hold nowhere or everywhere are not equal for this.
+        # Two inequalities that hold nowhere, or everywhere, do not count as equal.
         return ours == theirs and ours not in (S.EmptySet, S.Reals)
 
     def _solutions(self, text: str) -> tuple[Any, Any]:
-        """Return the variables of a text and the set of its solutions, None without one variable."""
+        """Return the variables of a text and the set of its solutions, which is None unless there is one
+        variable."""
         from sympy import Eq, Set, Union
         from sympy.logic.boolalg import Boolean
 
@@ -197,7 +200,8 @@ def _same_number(found: Any, gold: Any, approximates: bool) -> bool:
 def _elements(text: str) -> tuple[str, list[str]]:
     """Return the brackets around a text and its elements between commas; no elements if it is not a list.
 
-    In brackets of sets there are one or more elements, in other or no brackets two or more.
+    One element in the brackets of a set is a list. In other brackets, or without brackets, a list has at
+    least two elements.
     """
     text = text.strip()
     if len(parts := _split(text)) > 1:
@@ -211,7 +215,7 @@ def _elements(text: str) -> tuple[str, list[str]]:
 
 
 def _split(text: str, separator: str = ",") -> list[str]:
-    """Return the parts between separators outside of brackets; none if brackets do not match."""
+    """Return the parts of a text between separators outside of brackets; [] if the brackets do not match."""
     parts, depth = [""], 0
     for token in re.findall(r"\\(?:[a-zA-Z]+|[{}])|[\s\S]", text):
         depth += (token in ("(", "[", "{", "\\{")) - (token in (")", "]", "}", "\\}"))
@@ -227,8 +231,8 @@ def _split(text: str, separator: str = ",") -> list[str]:
 def is_costly(expression: str) -> bool:
     """Return whether sympy might need minutes for an expression.
 
-    This holds for a long expression, a number of more than MAX_DIGITS digits (10^{10^{10}}), a large
-    factorial or binomial coefficient, a sum, product, integral or limit.
+    This is so for a long expression, for a number of more than MAX_DIGITS digits such as 10^{10^{10}}, for a
+    large factorial or binomial coefficient, and for a sum, product, integral or limit.
     """
     if len(expression) > MAX_EXPRESSION_CHARS:
         return True
@@ -246,10 +250,11 @@ def is_costly(expression: str) -> bool:
 
 
 def _max_digits(expression: str) -> float:
-    """Return an upper bound on the decimal digits of an expression of numbers, + * and ^; inf from 10^300 on.
+    """Return an upper bound on the decimal digits of an expression of numbers, + * and ^; inf if it exceeds
+    10^300.
 
-    The bound multiplies all numbers outside exponents (each plus 2, which covers sums) and raises the product
-    to all exponents in turn.
+    The bound is the product of all numbers outside exponents, raised to all exponents in turn. 2 is added to
+    each number before, so that the bound holds for sums, too.
     """
     outside, exponents = _split_exponents(expression.replace("**", "^"))
     digits = sum(math.log10(int(number) + 2) for number in _NUMBER.findall(outside))
@@ -274,7 +279,8 @@ def _split_exponents(expression: str) -> tuple[str, list[str]]:
 
 
 def _end_of_group(expression: str, start: int) -> int:
-    """Return the end of the exponent at `start`; 2^10^10 and 2^{10}^{10} are read as 2^(10^10)."""
+    """Return the end of the exponent that begins at `start`. 2^10^10 and 2^{10}^{10} are read as
+    2^(10^10)."""
     opening = expression[start : start + 1]
     if opening not in ("{", "("):
         token = _TOKEN.match(expression, start)
@@ -288,9 +294,9 @@ def _end_of_group(expression: str, start: int) -> int:
 
 
 def _differ_in_case(found: str, gold: str) -> bool:
-    """Return whether two expressions have a letter in different cases, which the parser ignores: r and R.
+    """Return whether two expressions have the same letter in different cases, such as r and R.
 
-    The choices A to E may be small letters.
+    The parser ignores the case. The letters A to E, which are choices, may be written in either case.
     """
     if all(re.fullmatch(r"\(?[A-Ea-e]\)?", text) for text in (found, gold)):
         return False
@@ -300,7 +306,7 @@ def _differ_in_case(found: str, gold: str) -> bool:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the functions that parse and that compare; None if math-verify is not installed."""
+    """Return the two functions of math-verify that parse and compare; None if it is not installed."""
     try:
         from latex2sympy2_extended import latex2sympy
         from math_verify import verify
@@ -323,15 +329,16 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
 
 
 class _TookTooLong(BaseException):
-    """Raised by the timer. Not a subclass of Exception, which sympy and math-verify would catch."""
+    """Raised by the timer. It is not a subclass of Exception, because sympy and math-verify would catch
+    it."""
 
 
 @contextlib.contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raise _TookTooLong in the body after `seconds` of this process's processor time.
+    """Raise _TookTooLong in the `with` block after `seconds` of processor time of this process.
 
-    Has no effect outside the main thread, or while the timer runs already. Uses SIGVTALRM, because the caller
-    may use SIGALRM to limit the whole call.
+    It has no effect outside the main thread, or if the timer already runs. It uses SIGVTALRM, because the
+    caller may use SIGALRM to limit the whole call.
     """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -342,7 +349,7 @@ def _cpu_limit(seconds: float) -> Iterator[None]:
         yield
         return
     before = signal.signal(signal.SIGVTALRM, interrupt)
-    # Repeated every 0.1 s in case a bare except or a __del__ swallows the first exception.
+    # The timer fires again every 0.1 s, in case a bare except or a __del__ swallows the first exception.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Format reward: the response must have the requested form; its content is not judged.
+"""Format reward: the response must have the requested form. Its content is not judged.
 
 The default form is DeepSeek-R1's (arXiv:2501.12948, table 1): reasoning in <think> </think>, then the answer
 in <answer> </answer>, each tag exactly once, and only white space around the two blocks. For example,
@@ -25,12 +25,12 @@ def score(
     """Return `score`: 1.0 if the response has the form, else 0.0. There is no `acc`.
 
     Args:
-        pattern: regular expression that the whole stripped response must match (`.` also matches line
-            breaks); None for the default form, which is checked in linear time. Avoid nested quantifiers such
-            as (a+)+: Python's matcher backtracks, and they take exponential time.
-        max_chars: a longer response is reduced to its first and last `max_chars` / 2 characters, joined by a
-            line break, before it is matched with `pattern`.
-        think_in_prompt: the prompt ends with <think>, so the response must not begin with it.
+        pattern: regular expression that the whole stripped response must match; `.` also matches line breaks.
+            None stands for the default form, which is checked in linear time. Avoid nested quantifiers such
+            as (a+)+. Python's matcher backtracks, so they take exponential time.
+        max_chars: if the response is longer, `pattern` is matched with its first and last `max_chars` / 2
+            characters, joined by a line break.
+        think_in_prompt: whether the prompt ends with <think>, so that the response must not begin with it.
 
     Raises ValueError if `pattern` is not a regular expression, or max_chars is below 2.
     """
@@ -63,9 +63,10 @@ def has_think_and_answer(text: str, *, think_in_prompt: bool = False) -> bool:
 
 
 def last_answer(text: str) -> str | None:
-    """Return the stripped content of the last complete <answer> </answer>; None if there is none.
+    """Return the stripped content of the last complete <answer> </answer> that has content; None if there is
+    none.
 
-    The last one with content counts: a text may end with a mention of the empty tags.
+    Tags without content do not count, because a text may end with a mention of the empty tags.
     """
     last, end = None, len(text)
     while (close := text.rfind(CLOSE_ANSWER, 0, end)) >= 0:

@@ -3,9 +3,10 @@
 strict    the number directly after the last `####` that has one, as in the data set's own solutions
 flexible  the last number anywhere in the response
 
-Numbers may have a sign (also U+2212), a dollar sign, commas between thousands and decimals; a trailing period
-is not part of them. They are compared as decimals, without binary rounding: for example, 18, 18.00 and $18
-are equal. A number that continues in another form (1,5 or 1/2 or 6.6e-34) does not count as a number.
+A number may have a sign (also U+2212), a dollar sign, commas between thousands, and decimals. A period behind
+it is not part of it. Numbers are compared as decimals, without binary rounding: for example, 18, 18.00 and
+$18 are equal. If a number continues in another form, as in 1,5 or 1/2 or 6.6e-34, it does not count as a
+number.
 """
 
 import re
@@ -15,19 +16,20 @@ from typing import Any
 
 from rl.rewards.answers import ascii_signs, single
 
-# Linear time: no quantifier can match what follows it, so the matcher never backtracks. The sign may stand
-# before or after the dollar sign. A hyphen after a digit, a letter or a bracket is not a sign: 10-5, x-5.
+# Matching takes linear time: no quantifier can match what follows it, so it never backtracks. The sign may
+# stand before or after the dollar sign. A hyphen after a digit, a letter or a bracket is not a sign: 10-5,
+# x-5.
 _NUMBER = (
     r"(?:(?<![\w)])(?P<sign>[-+]))?"
     r"(?:\\?\$ ?(?P<inner_sign>[-+])?)?"
     r"(?P<digits>[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
-# Text directly after a number that changes its value.
+# Text directly behind a number that changes the value of the number.
 _REST = r"(?P<rest>(?:(?:[/^:*]|[eE][-+]?|\.{0})[0-9][0-9.,]*)*)"
 _FLEXIBLE = re.compile(_NUMBER + _REST.format(""))
 _STRICT = re.compile(r"####[ \t]*" + _NUMBER + _REST.format("|-"))
 _THOUSANDS = re.compile(r"[0-9]+|[0-9]{1,3}(?:,[0-9]{2,3})*,[0-9]{3}")
-"""Matches digits before the point; groups of two are Indian."""
+"""Matches the digits before the decimal point. Groups of two digits are the Indian way of writing."""
 
 
 def score(
@@ -35,7 +37,8 @@ def score(
 ) -> dict[str, Any]:
     """Return `score` and `acc`: 1.0 if the response's number equals `ground_truth`, else 0.0.
 
-    `pred` is that number in canonical form, for majority voting ($1,234.50 becomes 1234.5), or empty.
+    `pred` is the number of the response in canonical form, for majority voting: $1,234.50 becomes 1234.5. It
+    is empty if the response has no number.
 
     Raises ValueError for a `method` other than strict and flexible, or a ground truth that is not a number.
     """
@@ -60,7 +63,10 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> Decimal:
 
 
 def last_number(response: str, *, strict: bool) -> Decimal | None:
-    """Return the last number of a response (`strict`: the last directly after `####`), or None. Linear."""
+    """Return the last number of a response, None if it has none. Takes linear time.
+
+    strict: whether only numbers directly behind `####` count.
+    """
     last = deque((_STRICT if strict else _FLEXIBLE).finditer(ascii_signs(response)), maxlen=1)
     return _to_decimal(last[0]) if last else None
 
@@ -79,5 +85,5 @@ def _to_text(number: Decimal) -> str:
     text = f"{number:f}"
     if "." in text:
         text = text.rstrip("0").rstrip(".")
-    # No answer needs 100 digits; longer ones would only inflate the records.
+    # No answer needs 100 digits, and longer answers would only inflate the stored records.
     return "0" if text == "-0" else text[:100]

@@ -9,9 +9,10 @@ _NUMBER = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)(?:/10)?[.,;:!)\]}>*_'\"]*")
 
 
 def grade(text: str) -> float:
-    """Return the last `Grade: <number>` of the answer, from 0 to 10, scaled to 0 to 1.
+    """Return the number in the last `Grade: <number>` of the judge's answer, scaled from 0..10 to 0..1.
 
-    Raises ValueError if there is none, or if the last grade is not such a number (nan, 1e39, -3, 7/20, 11).
+    Raises ValueError if there is no grade, or if the last grade is not a number from 0 to 10 (for example
+    nan, 1e39, -3, 7/20 or 11).
     """
     found = _GRADE.findall(ascii_signs(text))
     if not found:

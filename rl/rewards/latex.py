@@ -1,10 +1,10 @@
 r"""Read an answer in LaTeX completely or not at all, and find its unit and its name.
 
-Parsers of LaTeX skip unknown parts: for example, 101_2 becomes 101, 1+2\mathrm{i} becomes 3, f'(x) becomes
-f(x). Therefore `read` accepts a text only if it knows every token, and writes the numbers as exact fractions.
-A comma between digits separates thousands if it is outside of brackets and three digits follow (1,500);
-otherwise it separates elements (1,5 are two). {,} is the comma within a number: 1{,}500 is 1500, and 1{,}5 is
-1.5. A number in another base is a name: 101_2 is neither 5 nor 101.
+Parsers of LaTeX skip parts that they do not know: for example, 101_2 becomes 101, 1+2\mathrm{i} becomes 3,
+and f'(x) becomes f(x). Therefore `read` accepts a text only if it knows every token. It writes the numbers as
+exact fractions. A comma between digits separates thousands if it is outside of brackets and three digits
+follow, as in 1,500. Otherwise it separates elements: 1,5 has two. {,} is a comma within a number: 1{,}500 is
+1500, and 1{,}5 is 1.5. A number in another base counts as a name: 101_2 equals neither 5 nor 101.
 """
 
 import re
@@ -12,8 +12,8 @@ from fractions import Fraction
 
 from rl.rewards.answers import ascii_signs
 
-# \text{...} at the end, but not "or less", "and 4", "p.m.", nor one with a number that is no exponent; or
-# several with nothing but signs between them, as in \text{ m}/\text{s}^2.
+# A unit is one \text{...} at the end, or several with only signs between them, as in \text{ m}/\text{s}^2. It
+# must not be "or less", "and 4" or "p.m.", and a number in it must be an exponent.
 _ONE_UNIT = (
     r"\\text\{(?=( )?)(?! *(?:or|and|[apAP]\.?[mM])\b)(?:[^{}0-9^]|\^[0-9])*\}(?:\^(?:[0-9]|\{-?[0-9]\}))?"
 )
@@ -37,7 +37,7 @@ _UNIT_WORDS = {
     word: usual for row in _USUAL_UNITS.split(";") for usual, *words in [row.split()] for word in words
 }
 _UNIT_WORDS |= dict.fromkeys("unit st nd rd th and or of the".split(), "")
-"""Words of units by their usual spelling; a word without a usual spelling stands for itself."""
+"""Word of a unit -> its usual spelling. A word that is missing here is its own usual spelling."""
 _FACTORS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3} | {
     f"{name}illion": 10 ** (6 + 3 * power) for power, name in enumerate(("m", "b", "tr"))
 }
@@ -54,7 +54,7 @@ _SIGNS = (
     "\\neq \\ne \\varnothing \\emptyset \\lt < \\gt > \\ast \\cdot \\lg \\log_{10} \\lbrace \\{ \\rbrace \\} "
     "<= \\le >= \\ge != \\ne \\{\\} \\emptyset"
 ).split()
-"""Signs and commands, each followed by the command that is parsed."""
+"""Signs and commands, each followed by the command that the parser reads in its place."""
 _REWRITES = [
     (re.compile(pattern), usual)
     for pattern, usual in (
@@ -83,7 +83,8 @@ _REWRITES = [
         (r"\\(?:text(?:rm|up|normal|it)|mbox) *\{", r"\\text{"),
         (r"\\textbf *\{([a-zA-Z]{2,})\}", r"\\text{\1}"),
         (r"(\\(?:mathrm|text) ?\{[^{}]{2,}\}) ?/ ?\\mathrm ?\{ ?([a-zA-Z]+) ?\}", r"\1/\\text{\2}"),
-        # A number or a choice in bold. A letter in bold differs from the plain one, as a vector does.
+        # Numbers and choices in bold become plain. Other letters stay bold, because a bold letter may be a
+        # vector.
         (r"\\(?:textbf|mathbf|boldsymbol) ?\{ *(\([A-J]\)|-?[0-9.]+) *\}", r"\1"),
         (r"(?:\\textbf|(?<=\()\\text) ?\{ *([A-J]) *\}", r"\1"),
         (r"^\\text\{ *([0-9][^{}]*)\}$", r"\1"),
@@ -104,19 +105,21 @@ _REWRITES = [
         (r"_ ?(?:\{ ?\(([0-9]+)\) ?\}|\(([0-9]+)\))", r"_{\1\2}"),
         (r"_ ?\{ ?\\text ?\{ ?two ?\} ?\}", "_2"),
         (r"^\(([0-9A-F]+)\)(?=_)", r"\1"),
-        # Integer parameters, and moduli: the brackets around them are usual.
+        # Integer parameters, such as (n \in Z), and moduli: brackets around them have no meaning.
         (r"[ ,]*\( ?([a-z] ?\\in ?(?:\\mathbb\{[NZ]\}|Z))(?:_\+|\^\+)? ?\)$", r",\1"),
         (r"\(? ?\\[bp]?mod *(?:\{([^{}]*)\}|([0-9a-z]+)) ?\)?$", r"\\pmod{\1\2}"),
     )
 ]
-"""Spellings, each with the usual one, in the order of their use."""
+"""Regular expressions of unusual spellings, each with its replacement, in the order in which they are
+used."""
 _LISTS = re.compile(
     r"(?:\\\{ ?)?\\begin\{array\} ?\{[lcr]\}(.*?)\\end\{array\}\.?|\\begin\{cases\}(.*?)\\end\{cases\}"
 )
 _OR = re.compile(r"\\text\{ *,? *(or)\b *\}|\\text\{[^{}]*\}|\b(or)\b")
 INEQUALITY = re.compile(r"[<>]|\\(?:le|ge|ne|not)(?![a-zA-Z])")
 _ANGLE = re.compile(r"(?<![0-9.,^_])([0-9]+(?:\.[0-9]+)?) *\^\\circ(?![a-zA-Z])")
-"""An angle in degrees within a trigonometric function; elsewhere the degree sign is a unit."""
+"""Matches an angle in degrees. In a trigonometric function it is an angle; elsewhere the degree sign is a
+unit."""
 _JOINED = re.compile(r"\\text\{ *,? *(?:or|and) *\}")
 _FONT = re.compile(r"\\(?:mathrm|mathit|text|operatorname) ?\{ *([^{}]*?) *\}")
 _FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp".split()
@@ -125,7 +128,7 @@ _THOUSANDS = re.compile(
 )
 _MIXED = re.compile(r"([0-9]+) +([0-9]+)/([0-9]+)(?![0-9.])")
 _DOTS = re.compile(r"(?<=[.0-9])\\dot ?\{([0-9])\}(?:([0-9]*)\\dot ?\{([0-9])\})?")
-"""The first and the last repeating digit."""
+"""Matches the first and the last digit of a repeating decimal, which have a dot above them."""
 _REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar) ?\{([0-9]+)\}")
 _SCIENTIFIC = re.compile(
     r"(?<![0-9.a-zA-Z])([0-9]+\.[0-9]+|[0-9]+(?=[eE]\+?[0-9]|E-))[eE]([+-]?[0-9]{1,3})(?![0-9.a-zA-Z])"
@@ -159,7 +162,8 @@ _UNCLEAR = re.compile(
 
 
 def read(answer: str) -> str | None:
-    """Return an answer without words and units as LaTeX with exact numbers; None if any part is unknown."""
+    """Return an answer, which has no words and units, as LaTeX with exact numbers; None if any part is
+    unknown."""
     text = _ANGLE.sub(r"(\\frac{\1\\pi}{180})", answer)
     text = _JOINED.sub(",", text)
     text = _FONT.sub(lambda found: _letters(found[1]), text).replace("**", "^")
@@ -169,7 +173,8 @@ def read(answer: str) -> str | None:
     is_word = re.fullmatch(r"\s*[a-zA-Z]{2,}\s*", text)
     if is_word or "@" in text or not _PLAIN.fullmatch(rest) or _UNCLEAR.search(rest):
         return None
-    # Numbers side by side would be added, as in 3\frac{1}{2}.
+    # Factors side by side get a multiplication sign. Without it the parser would add them, as in
+    # 3\frac{1}{2}.
     return re.sub(r"(?<=[0-9)])\s*(?=\()|(?<=\))\s*(?=\\frac|[0-9])", r"\\cdot ", text).strip()
 
 
@@ -179,7 +184,8 @@ def has_decimals(answer: str) -> bool:
 
 
 def _letters(content: str) -> str:
-    """Return the content of a font command: a letter, a function's command, or a text that `read` refuses."""
+    """Return what replaces a font command: a letter, the command of a function, or a text that `read`
+    refuses."""
     if content in _FUNCTIONS:
         return f"\\{content} "
     return content if len(content) == 1 or not content.isalpha() else f"\\text{{{content}}}"
@@ -203,7 +209,7 @@ def _repeating(whole: str, fixed: str, repeated: str) -> Fraction:
 
 
 def _exact(number: Fraction) -> str:
-    # In brackets, because a number before a fraction would make it a mixed number.
+    # A fraction gets brackets. Otherwise a number before it would make it a mixed number.
     return (
         f"(\\frac{{{number.numerator}}}{{{number.denominator}}})" if number.denominator > 1 else str(number)
     )
@@ -213,7 +219,7 @@ def _exact(number: Fraction) -> str:
 
 
 def strip(answer: str) -> str:
-    """Return an answer in one spelling: no signs without a meaning, units as m/s, matrices as pmatrix."""
+    """Return an answer in a uniform spelling: no signs without meaning, units as m/s, matrices as pmatrix."""
     text = ascii_signs(answer)
     for pattern, usual in _REWRITES:
         text = pattern.sub(usual, text)
@@ -221,23 +227,26 @@ def strip(answer: str) -> str:
     text = _FACTOR.sub(lambda found: f"\\cdot {_FACTORS[found[2]]}" + "\\text{" * bool(found[1]), text)
     text = _UNIT_FONT.sub(lambda found: found[0] if found[1] in _FUNCTIONS else f"\\text{{{found[1]}}}", text)
     text = _BARE_UNIT.sub(lambda found: f"\\text{{ {found[1]}}}" if _unit_word(found[1]) else found[0], text)
-    # Alternatives: solutions of inequalities form a union, values a list.
+    # Alternatives ("or") become a union if they are inequalities, and a list if they are values.
     either = "\\cup " if INEQUALITY.search(text) else "\\text{ or }"
     text = _OR.sub(lambda found: either if found[1] or found[2] else found[0], text)
-    # Semicolons separate elements, and so do commas, unless both do: 1,5; 2,5.
+    # A semicolon becomes a comma, which also separates elements. A text with both, such as 1,5; 2,5, stays as
+    # it is.
     if "," not in re.sub(r"\([^();]*\)|\{,\}", "", text):
         text = text.replace(";", ",")
     return _UNIT_FRACTION.sub(r"\1/\2", text)
 
 
 def _lines(text: str, content: str) -> str:
-    """Return the lines of a system of equations as a list; an array with columns or brackets is a matrix."""
+    """Return the lines of a system of equations as a list. An array with columns or brackets becomes a
+    matrix."""
     lines = [line.strip(" ,;") for line in content.split("\\\\")]
     return text if "&" in content else ", ".join(filter(None, lines))
 
 
 def unit(text: str) -> re.Match[str] | None:
-    """Return the unit at the end of an answer, if no other \\text{...} comes before it."""
+    """Return the unit at the end of an answer; None if there is none, or if another \\text{...} comes before
+    it."""
     start = text.find("\\text{")
     return _UNIT.match(text, start) if start >= 0 else None
 
@@ -250,7 +259,7 @@ def _unit_word(word: str) -> str:
 
 
 def unit_of(answer: str) -> str:
-    """Return the unit of an answer in one spelling, also `%`, `degree` or `$`; empty if it has none."""
+    """Return the unit of an answer in its usual spelling, or `%`, `degree` or `$`; empty if it has none."""
     if "%" in answer:
         return "%"
     found = unit(text := strip(answer))
@@ -260,7 +269,7 @@ def unit_of(answer: str) -> str:
         return "$" if "\\$" in answer else ""
     words = re.findall(r"[a-z]+|-?[0-9]|/", re.sub(r"\\[a-zA-Z]+", "", found[0]).lower())
     known = [_UNIT_WORDS.get(word, _UNIT_WORDS.get(word.removesuffix("s"), word)) for word in words]
-    # Sorted, because the order of the words does not matter: square meters is m2.
+    # The words are sorted, because their order does not matter.
     return " ".join(sorted(word.removesuffix("s") if len(word) > 2 else word for word in known if word))
 
 
@@ -273,7 +282,7 @@ def without_unit(answer: str) -> str:
 
 
 def without_degrees(text: str) -> str:
-    """Remove degree signs, a unit unless a function reads them: \\sin 30 is not \\sin 30^\\circ."""
+    """Remove degree signs that are units. In an argument they stay: \\sin 30 is not \\sin 30^\\circ."""
     return text if re.search(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)", text) else _DEGREES.sub("", text)
 
 
@@ -288,6 +297,7 @@ def split_name(answer: str) -> tuple[str, str]:
 
 
 def has_words(answer: str) -> bool:
-    """Return whether the value of an answer has words in \\text{...} besides a unit, ordinals, or and and."""
+    """Return whether the value of an answer has words in \\text{...}. Units, ordinals, "or" and "and" do not
+    count."""
     value = answer.rpartition("=")[2] if answer.count("=") == 1 else answer
     return not unit(value) and not _NO_WORDS.issuperset(text.strip(" ,;") for text in _TEXT.findall(value))

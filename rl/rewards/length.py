@@ -6,10 +6,10 @@ import numpy as np
 def overlong_penalties(
     length_tokens: np.ndarray, *, max_tokens: int, buffer_tokens: int, penalty: float
 ) -> np.ndarray:
-    """Return the terms to add to the scores, from -penalty to 0: float64 of the shape of `length_tokens`.
+    """Return numbers from -penalty to 0 to add to the scores: float64, in the shape of `length_tokens`.
 
-    DAPO (arXiv:2503.14476, equation 13) with L_max = `max_tokens` and L_cache = `buffer_tokens`, times
-    `penalty` (1 in the paper):
+    This is equation 13 of DAPO (arXiv:2503.14476) with L_max = `max_tokens` and L_cache = `buffer_tokens`,
+    multiplied by `penalty` (1 in the paper):
 
         0                                              length <= max - buffer
         penalty * (max - buffer - length) / buffer     max - buffer < length <= max

@@ -11,8 +11,10 @@ from rl.config.reward_sources import SAMPLE_KEYS
 def load_reward_function(spec: str, *, kwargs: Mapping[str, Any], key: str = "reward") -> Callable[..., Any]:
     """Return the function that `spec` names, see `rl.config.functions.load_function`.
 
-    A function that cannot be called would otherwise fail on every sample. `kwargs` are what the config passes
-    to each call; `key` is the config section that holds function and kwargs, for the messages.
+    It is checked whether the function accepts its keywords. Otherwise it would fail on every sample.
+
+    kwargs: keywords that the config passes to each call. key: config section of the function and its kwargs,
+        for error messages.
 
     Raises ValueError if there is no such function, or if it does not accept the keywords of its calls.
     """

@@ -1,10 +1,11 @@
 """Mathematics reward: compare the content of the last \\boxed{} with the ground truth.
 
-Answers are compared as strings in the normal form of the MATH data set (Hendrycks et al., arXiv:2103.03874,
-and the equivalence test published with it). If these differ, they are compared as expressions with
-`math-verify` (huggingface/Math-Verify), if it is installed: 1/2 and 0.5, (x+1)^2 and x^2+2x+1.
-An answer with an unknown part is compared as a string only. One answer may leave out a unit, a percent or
-degree sign, or a name before `=` that the other has; different units, signs or names are different answers.
+Answers are first compared as strings in the normal form of the MATH data set (Hendrycks et al.,
+arXiv:2103.03874, and the equivalence test published with it). If the strings differ and `math-verify`
+(huggingface/Math-Verify) is installed, the answers are compared as expressions. For example, 1/2 then equals
+0.5, and (x+1)^2 equals x^2+2x+1. An answer with an unknown part is compared as a string only. One answer may
+leave out a unit, a percent or degree sign, or a name before `=`, although the other answer has it. If both
+have one, they must be the same.
 """
 
 import re
@@ -19,7 +20,8 @@ MAX_ANSWER_CHARS = 1000
 _ABOUT = re.compile(r"\u2248|\\approx(?![a-zA-Z])")
 _BOX = re.compile(r"\\(?:boxed|fbox)")
 _MENTION = re.compile(r"\s*\{\s*\}|(?! *\{)(?! +(?:[-+\\(0-9.]|[A-Za-z]\s*(?:[$.\n]|$)))")
-"""Text after the word `\\boxed` where it gives no answer: empty braces, or no number or single letter."""
+"""Text behind the word `\\boxed` if the word only mentions boxes: empty braces, or neither a number nor a
+single letter."""
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _NOON = re.compile(r"\\text\{ *([apAP])\.?[mM]\.? *\}")
@@ -48,9 +50,9 @@ def score(
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{...} or \fbox{...}, or of \boxed 7 up to the next $ or newline.
 
-    A box without content and the bare word, as in "put it in \boxed{}", are mentions and do not count.
-    Returns None if there is no other box, or if its braces do not close within MAX_ANSWER_CHARS; \{ and \}
-    do not count as braces. Linear time.
+    A box without content and the bare word, as in "put it in \boxed{}", only mention boxes and do not count.
+    Returns None if there is no other box, or if its braces do not close within MAX_ANSWER_CHARS. \{ and \} do
+    not count as braces. Takes linear time.
     """
     ends = [box.end() for box in _BOX.finditer(text)]
     start = next((end for end in reversed(ends) if not _MENTION.match(text, end)), None)
@@ -68,7 +70,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def check_truth(ground_truth: Any, **kwargs: Any) -> str:
-    """Return the answer of a truth. Raises ValueError if there is none, or no box could hold an equal one."""
+    """Return the answer of a ground truth.
+
+    Raises ValueError if there is none, or if no box could hold an equal answer.
+    """
     text = single(ground_truth)
     boxed = last_boxed(text)
     truth = text.rpartition("####")[2].strip() if boxed is None else boxed
@@ -90,7 +95,7 @@ def is_equivalent(answer: str, truth: str, *, symbolic: bool = True) -> bool:
     normal = normalize(answer)
     if normal == normalize(truth) and (names[0] == names[1] or not all(names)):
         return bool(normal)
-    # The original answers, because normalisation removes what a parser needs (\\ in matrices, \pi r).
+    # Use the original answers, because normalisation removes what a parser needs (\\ in matrices, \pi r).
     if any(re.fullmatch(r"\s*\\text\{[^{}]*\}[\s.]*", text) for text in (answer, truth)):
         # The first letter of a word may be a capital: \text{Yes} and yes.
         first, other = (normalize(text) for text in (answer, truth))
@@ -100,7 +105,7 @@ def is_equivalent(answer: str, truth: str, *, symbolic: bool = True) -> bool:
 
 
 def _values(truth: str) -> list[str]:
-    r"""Return a truth, and of x = \sqrt2 \approx 1.41 also the exact and the rounded value."""
+    r"""Return a ground truth. For x = \sqrt2 \approx 1.41, also return the exact and the rounded value."""
     parts = _ABOUT.split(truth)
     if len(parts) == 1:
         return parts
@@ -117,9 +122,10 @@ def normalize(answer: str) -> str:
     the end), a leading variable of one or two characters (x=). Rewritten: \tfrac and \dfrac to \frac, \frac12
     to \frac{1}{2}, \sqrt2 to \sqrt{2}, .5 to 0.5, a/b of whole numbers to a fraction, 0.5 to \frac{1}{2}.
 
-    Beyond MATH, these are removed: dollar signs without a backslash, a trailing period, \text around words,
-    and {,}. Inequalities are kept, in one spelling (MATH reads x<=5 as 5), and so is what follows \text{ ...}
-    (MATH reads 3 \text{ or } -3 as 3), unless that is a unit at the end.
+    Three rules differ from MATH. Dollar signs without a backslash, a trailing period, \text around words, and
+    {,} are removed, too. Inequalities are kept, in one spelling, whereas MATH reads x<=5 as 5. The text
+    behind \text{ ...} is kept unless \text{ ...} is a unit at the end, whereas MATH reads 3 \text{ or } -3 as
+    3.
     """
     text = strip(answer).replace("\\\\", "\\").removesuffix(".")
     # {,} in a number is a decimal comma (1{,}5) or separates thousands (1{,}500).

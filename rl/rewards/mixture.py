@@ -1,4 +1,4 @@
-"""A `RewardPlan` with its reward functions imported, and their weighted sums."""
+"""Imports the reward functions of a `RewardPlan` and computes their weighted sums."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,18 +23,21 @@ class Mixture:
 
     @property
     def is_async(self) -> bool:
-        """Whether a function is declared `async def`. Others may still return an awaitable."""
+        """Whether one of the functions is declared `async def`. Other functions may return an awaitable,
+        too."""
         scorers = [*self._default, *(scorer for source in self._sources.values() for scorer in source)]
         return any(inspect.iscoroutinefunction(scorer.function) for scorer in scorers)
 
     def score(self, sample: Mapping[str, Any]) -> Score | Awaitable[Score]:
-        """Call the functions of the sample's data source; return an awaitable if one of them is async.
+        """Call the functions of the sample's data source. Return an awaitable if one of them returns one.
 
-        score = sum over i of weight_i * score_i. For example, the weights 1 and 0.2 and the scores 1 and 0.5
-        give 1.1. The other values of a single function keep their names. With several functions, the values
-        of function i, its unweighted score included, are named `<short name>/<key>`. `acc` and the prediction
-        come from the first function that returns one. Raises any exception of a function, and RejectedResult.
-        The seal is computed with the sample as it was before a function could change it.
+        The score is the sum over i of weight_i * score_i. For example, the weights 1 and 0.2 and the scores 1
+        and 0.5 give 1.1. If the source has a single function, its other values keep their names. If it has
+        several functions, the values of function i, including its unweighted score, are named
+        `<short name>/<key>`. `acc` and the prediction come from the first function that returns one. The seal
+        is computed from the sample as it was before a function could change it.
+
+        Raises any exception of a function, and RejectedResult.
 
         If the response of a sample is None, `try_truth` of each function tries the ground truth instead.
         """
@@ -51,13 +54,13 @@ class Mixture:
         return _combine(scorers, [to_score(result) for result in results], key)
 
     def check_truth(self, ground_truth: Any, data_source: str) -> None:
-        """Raise ValueError if `check_truth` of a function rejects the truth."""
+        """Raise ValueError if `check_truth` of one of the functions rejects the ground truth."""
         for scorer in self._of(data_source):
             if scorer.check_truth is not None:
                 read_truth(scorer.check_truth, ground_truth, scorer.name, **scorer.kwargs)
 
     def tries_truths(self, data_source: str) -> bool:
-        """Return whether a function of this source has `try_truth`."""
+        """Return whether one of the functions of this source has a `try_truth`."""
         return any(scorer.try_truth is not None for scorer in self._of(data_source))
 
     def _of(self, data_source: Any) -> "list[_Scorer]":
@@ -65,7 +68,8 @@ class Mixture:
 
 
 def read_truth(check: Callable[..., Any], ground_truth: Any, name: str, **kwargs: Any) -> None:
-    """Raise ValueError if `check` raises for a truth; name: of what it belongs to."""
+    """Raise ValueError if `check` raises for a ground truth. name: the function of `check`, for the
+    message."""
     try:
         check(ground_truth, **kwargs)
     except ValueError:
@@ -78,7 +82,7 @@ def read_truth(check: Callable[..., Any], ground_truth: Any, name: str, **kwargs
 
 
 class _Scorer(NamedTuple):
-    """A component with its function imported."""
+    """A component of the plan with its function imported."""
 
     name: str
     weight: float
@@ -87,7 +91,8 @@ class _Scorer(NamedTuple):
     check_truth: Callable[..., Any] | None
     """Raises ValueError, within microseconds, for a ground truth that no response could match."""
     try_truth: Callable[..., Any] | None
-    """Runs a ground truth, and raises ValueError if it grades wrongly; may take seconds."""
+    """Runs a ground truth, for example its tests, and raises ValueError if it grades wrongly. May take
+    seconds."""
 
 
 def _load(components: Sequence[Component]) -> list[_Scorer]:
@@ -105,7 +110,10 @@ def _load(components: Sequence[Component]) -> list[_Scorer]:
 
 
 def short_names(components: Sequence[Component]) -> list[str]:
-    """Return a unique name per component: its module's last part or file's stem, e.g. math and math_2."""
+    """Return a unique name for each component, for example math and math_2.
+
+    It is the last part of its module's name, or the name of its file without the extension.
+    """
     names: list[str] = []
     for component in components:
         location = component.function.rpartition(":")[0]
@@ -127,7 +135,7 @@ async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) 
 
     if len(results) == 1:
         return _combine(scorers, [to_score(await results[0])], key)
-    # Unlike gather, a task group leaves no call running after another has failed.
+    # A task group is used because, unlike gather, it leaves no call running after another call has failed.
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(settled(result)) for result in results]
     return _combine(scorers, [to_score(task.result()) for task in tasks], key)

@@ -1,8 +1,8 @@
 """Question-answering reward: exact match and token F1 after the normalisation of SQuAD.
 
-Rajpurkar et al. 2016 (arXiv:1606.05250, section 6.1): lower case, no punctuation, no articles, white space
-collapsed. The best match among several accepted answers counts. As in Search-R1 (arXiv:2503.09516), the
-response gives its answer in <answer> </answer>.
+The normalisation (Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1) converts to lower case, removes
+punctuation and articles, and collapses white space. If there are several accepted answers, the best match
+counts. As in Search-R1 (arXiv:2503.09516), the response gives its answer in <answer> </answer>.
 """
 
 import re
@@ -14,7 +14,7 @@ from rl.rewards.answers import accepted, ascii_signs, refusal
 from rl.rewards.format import last_answer, last_line
 
 MAX_ANSWER_CHARS = 2000
-"""Characters of the answer that are compared; accepted answers are much shorter."""
+"""Number of characters of the answer that are compared. Accepted answers are much shorter."""
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -31,11 +31,11 @@ def score(
 ) -> dict[str, float | str]:
     """Return `score` (selected by `metric`), `acc` (exact match, 1.0 or 0.0), `f1` (0.0 to 1.0) and `pred`.
 
-    The answer is the content of the last <answer> </answer>. Without the tag it is the last line that is not
-    blank; with `require_tag` such a response scores 0.
+    The answer is the content of the last <answer> </answer>. If there is no tag, it is the last line that is
+    not blank, or, with `require_tag`, the response scores 0.
 
     Args:
-        ground_truth: the accepted answer, or several, see `rl.rewards.answers.accepted`.
+        ground_truth: one or several accepted answers (`rl.rewards.answers.accepted`).
 
     Raises ValueError for an unknown metric, or if there is no accepted answer.
     """
@@ -66,7 +66,7 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> list[str]:
 def normalize(text: str) -> str:
     """Return the text in lower case without punctuation, articles and repeated white space.
 
-    A text of articles alone, such as the choice "A", keeps them.
+    A text that consists of articles alone, such as the choice "A", keeps its articles.
     """
     words = ascii_signs(text).lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", words).split() or words.split())

@@ -1,7 +1,7 @@
 """The score of a sample, and the conversion of a reward function's result into one.
 
-Every worker of the pool imports this module, so it imports only the standard library. A worker then starts
-in 0.1 s.
+It imports only the standard library, because every worker of the pool imports it. A worker then starts in 0.1
+s.
 """
 
 import numbers
@@ -14,15 +14,16 @@ from typing import Any
 from rl.workers.messages import encodable
 
 FEEDBACK_CHARS = 4000
-"""Characters of a feedback that are kept."""
+"""Number of characters that are kept of a feedback."""
 PREDICTION_CHARS = 1000
-"""Characters of a prediction that are kept; it is a short extracted answer for majority voting."""
+"""Number of characters that are kept of a prediction, which is a short extracted answer for majority
+voting."""
 
 LARGEST = 3.4028234663852886e38
 """Largest number of float32, the type of stored scores; a larger number would become infinite."""
 
 INVALID = "[INVALID]"
-"""Prediction of verl's functions for a response without an answer."""
+"""Prediction that verl's reward functions return for a response without an answer."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,15 @@ class Score:
     """The score of one sample."""
 
     values: dict[str, float]
-    """Finite numbers: `score`, the function's others (`acc`, ...), and `failed` (0 or 1), set by the pool."""
+    """Finite numbers by name: `score`, the other numbers of the function (for example `acc`), and `failed` (0
+    or 1), which the pool sets."""
     prediction: str | None = None
     """The extracted answer (`pred`), for majority voting; blank or INVALID if the response has none."""
     feedback: str | None = None
     """Text about the response (`feedback`), for a teacher's prompt (`teacher.template`)."""
     seal: int = field(default=-1, compare=False)
-    """Hash of the scored sample and of its score (`sealed`), computed in the process that called the reward
-    function; -1 if no function was called."""
+    """Hash of the scored sample and its score (`sealed`). It is computed in the process that called the
+    reward function. -1 if no function was called."""
 
 
 def digest(sample: Mapping[str, Any]) -> int:
@@ -47,7 +49,10 @@ def digest(sample: Mapping[str, Any]) -> int:
 
 
 def sealed(score: Score, digest: int) -> Score:
-    """Return the score with its `seal`. digest: `digest` of the scored sample. -0.0 counts as 0.0."""
+    """Return the score with its `seal`. For the hash, -0.0 equals 0.0.
+
+    digest: result of `digest` for the scored sample.
+    """
     return replace(score, seal=zlib.crc32(repr(score.values["score"] + 0.0).encode(), digest))
 
 
@@ -58,10 +63,12 @@ class RejectedResult(ValueError):
 def to_score(result: Any) -> Score:
     """Convert the result of a reward function, a number or a dict with the key `score`, to a Score.
 
-    A dict's other finite numbers under printable names (they become metric names) and the strings under
-    `pred` and `feedback` are kept; the rest is dropped. For example, {"score": 1, "steps": 3, "log": "x"}
-    keeps `score` and `steps`. Raises RejectedResult if there is no finite score, or an `acc` that is not
-    finite, because a share of the samples would look like the accuracy of all.
+    From a dict, other finite numbers are kept if their names are printable, because the names become names of
+    metrics. The strings under `pred` and `feedback` are kept, too. The rest is dropped. For example,
+    {"score": 1, "steps": 3, "log": "x"} keeps `score` and `steps`.
+
+    Raises RejectedResult if there is no finite score. Also raises it for an `acc` that is not finite: if such
+    values were dropped, the accuracy of some samples would look like the accuracy of all samples.
     """
     if not isinstance(result, Mapping):
         result = {"score": result}
@@ -100,7 +107,7 @@ def to_finite(value: Any) -> float | None:
 
 
 def _is_numpy_bool(value: Any) -> bool:
-    # numpy registers its numbers as numbers.Real, but not its bool. A function that returns one has imported
-    # numpy.
+    # numpy registers its numbers as numbers.Real, but not its bool. If a function returns one, it has
+    # imported numpy.
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.bool_)
