@@ -1,1 +1,4 @@
-"""Checks that run in every step, for errors that no phase notices. `Checks` lists their moments."""
+"""Checks that run in every step and find errors that no phase would notice.
+
+The class `Checks` has one method for each moment of a step at which checks run.
+"""

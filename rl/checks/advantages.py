@@ -1,13 +1,14 @@
-"""Advantages computed a second time, for some groups of a step: slowly, in float64, from scores and config.
+"""Computes the advantages of some groups of a step a second time: slowly, in float64, from scores and config.
 
-Nothing here calls `rl.objectives`: each formula is written down again in plain Python, as its paper has it.
-The algorithm's numbers must agree to float32 rounding. If the algorithm whitens over the batch, values are
-compared up to shift and scale. For example, the values 3 and 5 agree with the whitened advantages -1 and 1.
-The mean and variance of the whole batch must then be 0 and at most 1.
+Nothing here calls `rl.objectives`: each formula is written again in plain Python, in the form of its paper.
+The numbers of the algorithm must agree with it up to float32 rounding. If the algorithm whitens the
+advantages over the batch, they may also differ by a shift and a scale. For example, the values 3 and 5 agree
+with the whitened advantages -1 and 1. The advantages of the whole batch must then have a mean of 0 and a
+variance of at most 1.
 
-Not computed again: the advantages of prime before whitening, because no column holds its process rewards; the
-KL penalty with an adaptive coefficient; the baselines of remax; advantages with a teacher's part; the numbers
-of a user's algorithm or estimator.
+The following is not computed again: the advantages of prime before whitening, because no column holds its
+process rewards; the KL penalty with an adaptive coefficient; the baselines of remax; advantages to which a
+teacher contributes; and the numbers of a user's algorithm or estimator.
 """
 
 import math
@@ -23,13 +24,14 @@ from rl.config.schema import Config, Objective
 from rl.data.batch import COLUMNS, Batch
 
 NUM_VALUES = 500
-"""Number of samples and counted tokens that a step computes again, in whole groups, at least one group."""
+"""Number of samples and counted tokens for which a step computes advantages again. Whole groups are drawn, at
+least one, until it is reached."""
 ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""Maximum relative error of the result of a few float32 operations."""
+"""Maximum relative error of a result of a few float32 operations."""
 WHITEN_EPS = 1e-8
-"""Added to the variance in whitening."""
+"""Number that whitening adds to the variance."""
 EPS = 1e-6
-"""Added to standard deviations and means of groups."""
+"""Number that is added to standard deviations and means of groups before dividing by them."""
 NOT_REWARDS = {"acc", "failed", "judge", "reward_model", "score"}
 """Details of a score that gdpo does not treat as rewards."""
 
@@ -42,20 +44,20 @@ class _Sample:
         self.counted = columns["mask"][self.span] > 0
 
     def one(self, name: str) -> float:
-        """Return the sample's entry in a sample column."""
+        """Return the value of the sample in a sample column."""
         return float(self._columns[name][self.index])
 
     def every(self, name: str) -> list[float]:
-        """Return a token column at all tokens of the sample."""
+        """Return the values of a token column at all tokens of the sample."""
         return self._columns[name][self.span].tolist()
 
     def tokens(self, name: str) -> list[float]:
-        """Return a token column at the counted tokens of the sample."""
+        """Return the values of a token column at the counted tokens of the sample."""
         return self._columns[name][self.span][self.counted].tolist()
 
 
 class _Groups(Sequence[list[_Sample]]):
-    """The groups of a batch, each made when it is read."""
+    """The groups of a batch. A group is built when it is accessed."""
 
     def __init__(self, samples: Batch):
         columns = samples.score_details | samples.columns()
@@ -80,9 +82,9 @@ Advantages = list[float] | list[list[float]]
 
 
 def check_advantages(batch: Batch, config: Config) -> None:
-    """Check rewards and advantages of some groups, and the whitening of all.
+    """Check the rewards and advantages of some groups, and the whitening of all advantages.
 
-    Groups are drawn at random, with a seed that depends on the batch. Raises CheckFailed.
+    The groups are drawn at random, with a seed that depends on the batch. Raises CheckFailed.
     """
     estimator, _ = config.objective.chosen
     if (
@@ -120,10 +122,12 @@ def check_advantages(batch: Batch, config: Config) -> None:
 
 
 def _rounded(rewards: list[float], advantages: list[np.ndarray]) -> float:
-    """Return the scale of rounding errors in a group's advantages; infinity if only errors are left.
+    """Return the size of the rounding errors in a group's advantages; infinity if they consist only of
+    errors.
 
-    Rewards are rounded in proportion to their size. A division by a small spread, such as a standard
-    deviation, magnifies these errors. For example, the rewards 0.9 and 0.9 + 1e-7 differ by rounding only.
+    A reward has a rounding error in proportion to its size. Dividing by a small spread, such as a small
+    standard deviation, magnifies the error. For example, the rewards 0.9 and 0.9 + 1e-7 differ by rounding
+    only.
     """
     size, spread = max(map(abs, rewards)), max(rewards) - min(rewards)
     largest = max((float(np.abs(own).max()) for own in advantages if own.size), default=0.0)
@@ -148,9 +152,9 @@ def _some(groups: AllGroups, seed: int) -> list[_Group]:
 def _compare(
     samples: Batch, sample: _Sample, name: str, own: np.ndarray, config: Config, size: float = 1e-3
 ) -> None:
-    """Raise CheckFailed unless a token column has these values at the counted tokens of a sample.
+    """Raise CheckFailed unless a token column has the values `own` at the counted tokens of a sample.
 
-    size: lower bound of the scale. Tolerated errors are relative to the scale.
+    size: lower bound of the scale to which tolerated errors are relative.
     """
     found = np.asarray(sample.tokens(name))
     wrong = np.abs(found - own) > ROUNDING * max(size, *np.abs(found), *np.abs(own), size)
@@ -164,7 +168,7 @@ def _compare(
 
 
 def _check_reward(samples: Batch, sample: _Sample, config: Config) -> None:
-    """Raise CheckFailed unless a sample's reward is its score less the penalties of the config."""
+    """Raise CheckFailed unless a sample's reward is its score minus the penalties of the config."""
     penalty, reward = config.objective.reward_kl, config.reward
     buffer = reward.overlong_buffer_tokens
     expected, slack = sample.one("scores"), abs(sample.one("scores"))
@@ -192,7 +196,8 @@ def _check_reward(samples: Batch, sample: _Sample, config: Config) -> None:
 
 
 def _check_whitened(samples: Batch, pairs: list[tuple[_Sample, np.ndarray]], config: Config) -> None:
-    """Check the mean and variance of all advantages, and each pair's advantages up to shift and scale."""
+    """Check the mean and variance of all advantages. Also compare each pair's advantages up to shift and
+    scale."""
     counted = samples.column("advantages")[samples.mask > 0].double()
     if len(counted) < 2:
         return
@@ -212,7 +217,7 @@ def _check_whitened(samples: Batch, pairs: list[tuple[_Sample, np.ndarray]], con
     if not len(values) or abs(found[high] - found[low]) < 1e-3 * size:
         return
     scale = abs(found[high] - found[low]) / (values[high] - values[low])
-    size = max(size, scale * float(np.abs(values).max()))  # whitening rounded numbers of this size
+    size = max(size, scale * float(np.abs(values).max()))  # the numbers that whitening rounded have this size
     for sample, own in pairs:
         _compare(samples, sample, "advantages", (own - values[low]) * scale + found[low], config, size)
 
@@ -243,7 +248,7 @@ def _centred(group: _Group) -> list[float]:
 
 
 def _to_go(x: Iterable[float], gamma: float) -> list[float]:
-    """Return the discounted sums from each number to the last."""
+    """Return for each number the discounted sum of the numbers from it to the last one."""
     total, found = 0.0, []
     for value in reversed(list(x)):
         total = value + gamma * total
@@ -320,13 +325,13 @@ def _optimal_token_baseline(group: _Group, goal: Objective, groups: AllGroups) -
         cell = [k for k in range(len(group)) if len(to_go[k]) > t]
         weights = [energies[k][t] for k in cell] if any(energies[k][t] for k in cell) else [1.0] * len(cell)
         baseline = math.fsum(to_go[k][t] * w for k, w in zip(cell, weights)) / math.fsum(weights)
-        for k in cell:  # a token past all other samples has no baseline, but for a group of one
+        for k in cell:  # beyond the end of all other samples there is no baseline
             found[k].append(to_go[k][t] - (0.0 if len(cell) == 1 < len(group) else baseline))
     return found
 
 
 def _turns(sample: _Sample) -> list[int]:
-    """Return the number of the turn of each token; 1 for a response of one turn."""
+    """Return for each token the number of its turn; 1 if the response has one turn."""
     has_turns = "turns" in sample._columns
     return [int(n) for n in sample.every("turns")] if has_turns else [1] * len(sample.counted)
 
@@ -375,13 +380,14 @@ FORMULAS: dict[str, Callable[[_Group, Objective, AllGroups], Advantages]] = {
     "turn_return": _turn_return,
     "turn_spread": _turn_spread,
 }
-"""Function of an estimator -> formula before whitening for one group; the last argument is all groups."""
+"""Function of an estimator -> its formula for one group, before whitening. The last argument is all
+groups."""
 WHITENED = {"reinforce_pp", "reinforce_pp_baseline", "gae", "prime"}
-"""Estimators that are whitened over the tokens of the batch; gae only with `objective.whiten`."""
+"""Estimators whose result is whitened over the tokens of the batch. For gae, only with `objective.whiten`."""
 _KL: dict[str, Callable[[float], float]] = {
     "k1": lambda d: d,
     "abs": abs,
     "k2": lambda d: d * d / 2,
     "k3": lambda d: min(math.expm1(min(max(-d, -20.0), 20.0)) + min(max(d, -20.0), 20.0), 10.0),
 }
-"""KL divergence at a token, of the log-ratio d."""
+"""Estimate of the KL divergence at a token, as a function of the log-ratio d."""

@@ -1,11 +1,11 @@
-"""Checks of a batch between phases, for errors that no phase notices: a run would only learn less.
+"""Checks of a batch between phases. They find errors that no phase notices, but with which a run learns less.
 
-A check compares a result with a second source. For example, `check_endings` compares the labels of responses
-with their last tokens. It costs about as much as a pass over a token column on the host. A statistical check
-bounds the probability that it ends a healthy run by RISK per step, for every model and dtype. docs/checks.md
-lists all checks.
+A check compares a result with a second source. For example, `check_endings` compares the label `truncated` of
+a response with its last token. A check costs about as much as one pass over a token column on the host. A
+statistical check ends a healthy run with a probability of at most RISK per step, for every model and dtype.
+docs/checks.md lists all checks.
 
-Every function is pure, and every rank has the same batch, so CheckFailed is raised on every rank.
+Every function is pure and every rank has the same batch. Therefore CheckFailed is raised on every rank.
 """
 
 import math
@@ -21,15 +21,15 @@ from rl.data.prompts import Prompt
 from rl.objectives.segments import segment_sum
 
 RISK = 1e-12
-"""Probability that a statistical check ends a healthy run at one step."""
+"""Maximum probability that a statistical check ends a healthy run at one step."""
 SLACK = 1e-3
 """Evidence per token that `check_likelihoods` tolerates, in nats."""
 MAX_FAILED_SHARE = 0.05
-"""Share of failed trajectories of a call above which a warning is logged."""
+"""Share of failed trajectories in one call of the engine above which a warning is logged."""
 
 
 class AllTrajectoriesFailed(Exception):
-    """No group of a call has enough trajectories whose environments did not fail."""
+    """Raised if environments failed so often that no group of a call has enough trajectories."""
 
 
 class CheckFailed(RuntimeError):
@@ -37,7 +37,8 @@ class CheckFailed(RuntimeError):
 
 
 def place(batch: Batch, sample: int) -> str:
-    """Return 'sample 17 (prompt 5)': the index in the batch, and the row of the prompt in the data."""
+    """Return text such as 'sample 17 (prompt 5)': the index in the batch, and the row of the prompt in the
+    data."""
     group = int(batch.groups[sample])
     return f"sample {sample} (prompt {batch.prompts[group].index})" if batch.prompts else f"sample {sample}"
 
@@ -45,7 +46,7 @@ def place(batch: Batch, sample: int) -> str:
 def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
     """Check that every sample belongs to the group of its prompt, and that no group lacks a sample.
 
-    Trajectories are not checked: environments may fail, and contexts may be rewritten.
+    Trajectories are not checked, because environments may fail and contexts may be rewritten.
     """
     if not batch.prompts or batch.turns is not None:
         return
@@ -67,9 +68,10 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
 
 
 def check_digests(batch: Batch) -> None:
-    """Check that each sample still has its delivered tokens and ending, and its own score.
+    """Check that each sample still has the tokens and the ending with which it was delivered, and its own
+    score.
 
-    A user's algorithm may fill `scores` itself; it may not move scores to other samples.
+    A user's algorithm may fill `scores` itself, but it may not move scores to other samples.
     """
     if batch.digests is None:
         return
@@ -88,10 +90,10 @@ def check_digests(batch: Batch) -> None:
 
 
 def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[int]:
-    """Check that no seed was used twice, in this call or an earlier one; return the seeds.
+    """Check that no seed was used twice, in this call or in an earlier call. Return the seeds.
 
-    Samples with equal seeds are drawn from equal random numbers. If their prompts differ, a comparison of the
-    tokens cannot show it.
+    Samples with equal seeds are drawn with equal random numbers. If their prompts differ, comparing their
+    tokens cannot show this error.
     """
     if batch.seeds is None:
         return frozenset()
@@ -113,7 +115,7 @@ def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[i
 
 
 def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
-    """Check that a batch holds the samples of the prompts one after another, in the prompts' order."""
+    """Check that a batch holds the samples of each prompt one after another, in the order of the prompts."""
     indices = [prompt.index for prompt in prompts for _ in range(samples_per_prompt)]
     found = [batch.prompts[group].index for group in batch.groups.tolist()]
     if found != indices:
@@ -130,9 +132,11 @@ def check_endings(
 ) -> None:
     """Check that every response ends at its first stop token, or is truncated at the length limit.
 
-    max_tokens: length limit; None if it may differ. stop_ids: ids at which the engine must stop.
-    ends_at_text: whether it may also stop at stop strings. Responses with environments are not checked,
-    because their budgets differ.
+    max_tokens: length limit; None if samples may have different limits. stop_ids: ids at which the engine
+        must
+    stop. ends_at_text: whether the engine may also stop at stop strings.
+
+    Responses with environments are not checked, because their budgets differ.
     """
     if batch.turns is not None or not len(batch):
         return
@@ -159,12 +163,12 @@ def check_endings(
 
 
 def check_duplicates(batch: Batch) -> None:
-    """Check that samples of a prompt are not equal more often than by chance.
+    """Check that samples of the same prompt are equal no more often than chance explains.
 
-    Sample j of N equals a given earlier sample of its group with probability p_j at most; the engine's
-    log-probs give p_j. Let S be the sum of max(0, -log p_j - log N) over the samples that equal an earlier
-    sample. The expectation of exp(S) is at most exp(G / 2) for groups of G samples, so P(S >= s) <= exp(G / 2
-    - s) by Markov's inequality.
+    Sample j of N equals a given earlier sample of its group with a probability of at most p_j, which follows
+    from the engine's log-probs. Let S be the sum of max(0, -log p_j - log N) over the samples that equal an
+    earlier sample. The expectation of exp(S) is at most exp(G / 2) for groups of G samples, so P(S >= s) <=
+    exp(G / 2 - s) by Markov's inequality.
     """
     if batch.rollout_logprobs is None or batch.mask is None:
         return
@@ -192,14 +196,15 @@ def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str, version: int
 
     The engine sampled token x_t from q_t and reported log q_t(x_t). For every distribution p_t that was fixed
     before x_t was drawn, the expectation of r_t = p_t(x_t) / q_t(x_t) is at most 1. The product of (1 + r_t)
-    / 2 over all tokens therefore has an expectation of at most 1 too. By Markov's inequality the product
+    / 2 over all tokens therefore has an expectation of at most 1, too. By Markov's inequality the product
     exceeds 1 / RISK with a probability of at most RISK. Wrong log-probs exceed this bound after some hundred
-    tokens: for example log-probs of other tokens, in another base, or of a distribution that was not sampled
-    from. SLACK is for rounding, and for algorithms that select groups by their results.
+    tokens, for example log-probs of other tokens, log-probs in another base, or log-probs of a distribution
+    that was not sampled from. SLACK allows for rounding, and for algorithms that select groups by their
+    results.
 
-    version: only tokens that these weights sampled are compared, None for all. The bound does not hold for
-    tokens of older weights that were selected by their results, because the policy has since become more
-    likely to give such results.
+    version: version of the weights whose tokens are compared; None compares all tokens. The bound does not
+        hold for tokens of older weights that were selected by their results, because the policy has since
+        become more likely to give such results.
     """
     if batch.rollout_logprobs is None or batch.mask is None:
         return
@@ -217,12 +222,14 @@ def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str, version: int
 
 
 def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
-    """Return a warning if every sample has the same score, by chance or not; "" otherwise.
+    """Return a warning if every sample has the same score; "" otherwise.
 
-    A broken reward function gives such scores, for example one that returns 0 for every response. A task that
-    is too hard or too easy does so too, so the run continues. There is no warning if earlier groups of this
-    run often had this score for all samples. history: number of groups by the score that all their samples
-    had, "differs" for groups with several scores; the groups of the batch are added.
+    A broken reward function gives such scores, for example if it returns 0 for every response. A task that is
+    too hard or too easy does so, too. Therefore the run continues. There is no warning if all samples of a
+    group had this score in many earlier groups of the run.
+
+    history: number of groups so far by the score that all their samples had, and under "differs" the number
+        of groups with several scores. The groups of the batch are added to it.
     """
     assert batch.scores is not None
     value, total = float(batch.scores[0]), sum(history.values())
@@ -241,7 +248,7 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
 
 
 def describe_failures(counts: Counter[str]) -> str:
-    """Return 'error 3, time 1' from the counts of trajectories by cause."""
+    """Return text such as 'error 3, time 1': the number of failed trajectories by cause."""
     found = {name.removeprefix("failures/"): n for name, n in counts.items() if name.startswith("failures/")}
     return ", ".join(f"{cause} {number}" for cause, number in sorted(found.items()))
 
@@ -249,7 +256,7 @@ def describe_failures(counts: Counter[str]) -> str:
 def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
     """Return a warning if more than MAX_FAILED_SHARE of a call's trajectories failed; "" otherwise.
 
-    counts: as in `describe_failures`; a failed trajectory that is sampled again counts twice.
+    counts: as in `describe_failures`. A trajectory that failed and was sampled again counts twice.
     """
     failed = sum(number for name, number in counts.items() if name.startswith("failures/"))
     total = failed + counts["succeeded"]
@@ -264,8 +271,11 @@ def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
 
 
 def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
-    """Check that tokens which the engine samples more rarely than the policy have weights of at least 1, and
-    vice versa."""
+    """Check the direction of the loss weights.
+
+    A token that the engine samples more rarely than the policy must have a weight of at least 1, and vice
+    versa.
+    """
     gap = batch.column("old_logprobs") - batch.column("rollout_logprobs")
     gap = torch.where(batch.mask > 0, gap, 0.0).double()
     if of_samples:
@@ -282,9 +292,9 @@ def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
 
 
 def check_informative(batch: Batch) -> None:
-    """Check that samples of each group have different scores, as dynamic sampling promises.
+    """Check that the samples of each group do not all have the same score, as dynamic sampling promises.
 
-    Rewards and advantages may be equal nevertheless: for example, a length penalty may make up for a better
+    Their rewards and advantages may be equal all the same. For example, a length penalty may cancel a better
     score.
     """
     if batch.scores is None or not len(batch):

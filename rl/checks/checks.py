@@ -1,5 +1,7 @@
-"""Comparisons of a step's results with a second source, by moments of the step: for example `generated`,
-after the samples are generated. docs/checks.md lists the checks."""
+"""Compares the results of a step with a second source, at several moments of the step.
+
+For example, `Checks.generated` runs after the samples were generated. docs/checks.md lists the checks.
+"""
 
 import math
 from collections import deque
@@ -47,7 +49,7 @@ from rl.training.loss import Loss
 from rl.training.micro_batch_plans import MicroBatchPlan
 
 SEEDS_OF_CALLS = 16
-"""Number of earlier calls of the engine in which a seed must not have been used."""
+"""Number of earlier calls of the engine with whose seeds new seeds are compared."""
 
 
 class StartState(Protocol):
@@ -67,31 +69,33 @@ class Checks:
         self._config, self._policy, self._end_ids = config, policy, end_ids
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
-        """Maximum mean difference of log-probs, relative to their mean size; 0: they are not compared."""
+        """Maximum mean difference of log-probs, relative to their mean size. 0: log-probs are not
+        compared."""
         coarser = FP8_FACTOR if config.rollout.quantization == "fp8" else 1
         self._engine_limit = self._limit * coarser
-        """Maximum mean difference between engine and trainer; larger with an engine in FP8."""
+        """The same limit for the difference between engine and trainer. It is larger if the engine runs in
+        FP8."""
         is_measured = slack > 0 and weights.dtype is torch.bfloat16 and config.model.numerics != "bitwise"
         is_measured &= config.training.router_replay != "engine"  # its own check names the layer
         self.noise: RoundingNoise | None = None
         if is_measured:
             self.noise = RoundingNoise(policy.grid.micro_batch_multiple, slack * coarser)
         self.start: StartState | None = None
-        """Start of the run; None for a run that keeps no checkpoints."""
+        """State at the start of the run; None if the run keeps no checkpoints."""
         self.rates = LearningRates()
         self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)
-        # Whether the batch is a subset selected by results or lengths.
+        # Whether samples enter the batch because of their results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         self._slope = SlopeCheck(policy)
         self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
         self._checked_losses: set[str] = set()
-        """Losses whose gradient was checked in this process (`rl.checks.objective`)."""
+        """Losses whose gradient was checked already in this process (`rl.checks.objective`)."""
 
     def generated(self, batch: Batch, *, limits_vary: bool) -> None:
-        """Check samples of the policy: groups, endings, duplicates.
+        """Check groups, endings and duplicates of the policy's samples.
 
-        They are checked here and not before the update, because an algorithm may learn from some samples of a
-        group. limits_vary: whether samples may have been generated with another length limit.
+        They are checked here and not before the update, because an algorithm may learn from only some samples
+        of a group. limits_vary: whether the samples may have been generated with different length limits.
         """
         rollout = self._config.rollout
         self._samples(batch, rollout.samples_per_prompt, limits_vary=limits_vary)
@@ -100,9 +104,10 @@ class Checks:
             self._seeds.append(check_seeds(batch, self._seeds))
 
     def validated(self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
-        """Check the scored samples of a validation, which reads results by their place.
+        """Check the order of a validation's scored samples, whose results are read by their place in the
+        batch.
 
-        prompts: the prompts of the validation, in its order.
+        prompts: the prompts of the validation, in order.
         """
         check_present(batch, self._policy.version)
         self._samples(batch, samples_per_prompt)
@@ -127,15 +132,15 @@ class Checks:
     def log_probs(
         self, batch: Batch, plans: list[MicroBatchPlan], *, reference: bool, entropy: Tensor | None = None
     ) -> dict[str, float]:
-        """Check `old_logprobs`, or with `reference` the `ref_logprobs`; return metrics of the differences.
+        """Check `old_logprobs`, or, with `reference`, `ref_logprobs`. Return metrics of the differences.
 
-        plans: the mini-batches, which tell the data parallel rank of a sample. entropy: the policy's entropy
-            at each token, float32 [T]; None if it is not known.
+        plans: the mini-batches, from which the data parallel rank of a sample is known. entropy: entropy of
+            the policy at each token, float32 [T]; None if it is unknown.
         """
         config, found, selects = self._config, {}, self._selects
         is_replay = config.run.mode == "train_only"  # the policy may have learned from these tokens
         if reference:
-            # In a selected subset the ratios of the missing tokens may be smaller.
+            # If the batch is a selected subset, the ratios of the tokens that are missing may be smaller.
             is_whole = not (selects or config.roles.is_on or config.rollout_correction.rejections)
             if is_whole and not is_replay:
                 check_likelihoods(batch, batch.column("ref_logprobs"), name="reference policy")
@@ -151,7 +156,7 @@ class Checks:
             found = self._against_engine(batch, plans, entropy)
         if not is_replay:
             self._along_reference(batch)
-        if self.noise is not None and not reference:  # last, because the others name the cause more closely
+        if self.noise is not None and not reference:  # last: the others name the cause better
             self._gap(batch, plans, noise=self.noise.limit)
         if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
             check_reference(batch, limit=self._limit)
@@ -170,10 +175,10 @@ class Checks:
         is_first: bool,
         size: float,
     ) -> UpdateChecks:
-        """Check the batch that a model is about to learn from, the loss and the learning rate.
+        """Check the batch that a model is about to learn from, the loss, and the learning rate.
 
-        Returns the checks of the step's updates. name: the model's name, for example "policy". plans: the
-        mini-batches. is_first, size: see `UpdateChecks`.
+        Returns the checks for the updates of this step. name: name of the model, for example "policy". plans:
+        the mini-batches. is_first, size: see `UpdateChecks`.
         """
         check_digests(batch)
         if name == "policy":
@@ -185,10 +190,10 @@ class Checks:
         return UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
 
     def weights(self, name: str, model: TrainingEngine) -> None:
-        """Check before an update that ranks hold equal weights, and run the checks of the model's parts.
+        """Check before an update that all ranks hold equal weights, and run the checks of the model's parts.
 
-        An update overwrites every weight on all ranks with the value of the rank that owns it, which would
-        hide a difference.
+        After the update it would be too late: an update overwrites every weight on all ranks with the value
+        of the rank that owns the weight, so a difference would no longer be seen.
         """
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
@@ -209,20 +214,21 @@ class Checks:
         return [warning for warning in found if warning]
 
     def sampled_now(self, batch: Batch) -> Tensor | None:
-        """Return which tokens must have the engine's log-probs, bool [T]; None if nothing is compared."""
+        """Return the tokens at which trainer and engine must agree, bool [T]; None if nothing is compared."""
         config, rollout = self._config, self._config.rollout
         is_biased = rollout.truncates and rollout.biased_truncation
         is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
         is_replay = config.run.mode == "train_only"  # the policy may have learned from these tokens
         if not self._limit or is_biased or is_replay or batch.rollout_logprobs is None:
             return None
-        # Older weights computed a part of the cache, or chose the experts of the first turns.
+        # For tokens sampled after a change of weights, older weights computed a part of the cache, or chose
+        # the experts of the first turns.
         keeps_cache = "keep" in (rollout.carry_over_cache, config.roles.cache)
         whole = keeps_cache or config.training.router_replay == "engine"
         return present_tokens(batch, self._policy.version, whole=whole)
 
     def _along_reference(self, batch: Batch) -> None:
-        """Run `check_direction` once old and reference log-probs are both known."""
+        """Run `check_direction` as soon as both the old and the reference log-probs are known."""
         columns = batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs
         if self._limit and all(column is not None for column in columns):
             check_direction(batch, present_tokens(batch, self._policy.version, whole=True))
@@ -254,7 +260,7 @@ class Checks:
         return [[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)]
 
     def _gap(self, batch: Batch, plans: list[MicroBatchPlan], *, noise: float = math.inf) -> dict[str, float]:
-        """Compare the means of the log-probs. noise: see `check_engine`."""
+        """Check the mean difference of the log-probs. noise: see `check_engine`."""
         counted = self.sampled_now(batch)
         if counted is None:
             return {}
@@ -270,7 +276,8 @@ class Checks:
         )
 
     def _objective(self, batch: Batch, loss: Loss) -> None:
-        """Check the advantages of a shipped algorithm, and once per start the gradient of the loss.
+        """Check the advantages of a shipped algorithm, and, once after each start of the run, the gradient of
+        the loss.
 
         Advantages of a user's algorithm are not compared, because it may define them in any way.
         """

@@ -1,4 +1,4 @@
-"""A forward pass by transformers over an exported checkpoint, as second source of the policy's log-probs."""
+"""Compares an exported checkpoint, loaded and run by transformers, with the policy."""
 
 import itertools
 import os
@@ -31,20 +31,22 @@ CHATS = {
     "a call": [QUESTION, TURN | {"content": "", "tool_calls": [CALL]}, REPLY],
 }
 MAX_CHECKED = 4 << 30
-"""Largest number of parameters of an exported model that rank 0 loads, in float32 in host memory."""
+"""Maximum number of parameters of an exported model that is compared. Rank 0 loads the model in float32 into
+host memory."""
 
 
 def wrong_export(policy: TrainingEngine, source: str, directory: Path) -> str | None:
-    """Return on rank 0 how an export differs from the policy or from its model's other files, if it does.
+    """Return on rank 0 how an export differs from the policy, or its texts from the source's; None if they
+    agree.
 
-    source: the model that the policy was loaded from. Collective over the world.
+    source: the model directory from which the policy was loaded. Collective over the world.
     """
     problem = wrong_forward(policy, directory)
     return problem if dist.get_rank() else wrong_texts(source, str(directory)) or problem
 
 
 def wrong_texts(source: str, directory: str) -> str:
-    """Return how tokenizer or processor of an export differ from the source's; "" if they do not."""
+    """Return how the tokenizer or processor of an export differs from the source's; "" if it does not."""
     from transformers import AutoProcessor, AutoTokenizer
 
     for kind in (AutoTokenizer, AutoProcessor):
@@ -56,7 +58,8 @@ def wrong_texts(source: str, directory: str) -> str:
 
 
 def _texts(kind: Any, path: str) -> dict[str, Any]:
-    """Return outputs of a tokenizer or processor by description, for example "the tokens of a text"."""
+    """Return description -> output of a tokenizer or processor, for example "the tokens of a text" ->
+    tokens."""
     found: dict[str, Any] = {}
     loaded = _outcome(lambda: kind.from_pretrained(path, local_files_only=True))
     if isinstance(loaded, str):
@@ -75,8 +78,10 @@ def _texts(kind: Any, path: str) -> dict[str, Any]:
 
 
 def _outcome(call: Callable[[], Any]) -> Any:
-    """Return the value, or the name of the error's type, because templates and libraries may raise any
-    error."""
+    """Return the value of a call, or the name of the type of the error that it raises.
+
+    Any type may occur, because templates and libraries may raise any error.
+    """
     try:
         return call()
     except Exception as error:
@@ -84,11 +89,12 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def wrong_forward(policy: TrainingEngine, directory: Path) -> str | None:
-    """Return on rank 0 how log-probs of a checkpoint in transformers differ from the policy's, if they do.
+    """Return on rank 0 how the log-probs of transformers differ from the policy's; None if they agree.
 
-    Both compute log-probs of random tokens. Models that read images, and models with more than MAX_CHECKED
-    parameters, are not compared. With routed experts the sample with the largest difference is left out,
-    because a rounding error may route its tokens elsewhere. Collective over the world.
+    transformers loads the checkpoint, and both compute the log-probs of random tokens. Models that read
+    images, and models with more than MAX_CHECKED parameters, are not compared. If the model has routed
+    experts, the sample with the largest difference is left out, because a rounding error may send its tokens
+    to other experts. Collective over the world.
     """
     hf, weights = policy.weight_map.hf, policy.weight_map.weights
     if "vision_config" in hf or sum(weight.num_elements for weight in weights) > MAX_CHECKED:

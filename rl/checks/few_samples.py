@@ -1,4 +1,4 @@
-"""The samples of a check that passes over a few samples of a step, in proportion to the step."""
+"""Selects a few samples of a step for checks that need their own forward passes."""
 
 import math
 from collections.abc import Callable
@@ -11,11 +11,12 @@ from rl.training.micro_batch_plans import MicroBatchPlan
 
 
 def first_samples(plan: MicroBatchPlan, size: Callable[[int], int], *, enough: float) -> list[list[int]]:
-    """Return the first samples of each data parallel rank whose sizes add up to `enough`; all if too few.
+    """Return the first samples of each data parallel rank, so many that their sizes add up to `enough`.
 
-    The ranks take turns. For example, on two ranks sizes of 30 and `enough=64` give three samples: two of
-    rank 0, one of rank 1.
-    size: sample -> its size; samples of size 0 are left out.
+    The ranks take turns. For example, with two ranks, sizes of 30 and `enough=64`, three samples are
+    selected: two of rank 0 and one of rank 1. If all samples together are too few, all are returned.
+
+    size: function from a sample to its size. Samples of size 0 are left out.
     """
     few: list[list[int]] = [[] for _ in plan]
     total = 0
@@ -28,9 +29,9 @@ def first_samples(plan: MicroBatchPlan, size: Callable[[int], int], *, enough: f
 
 
 def only(plan: MicroBatchPlan, few: list[list[int]], *, multiple: int) -> MicroBatchPlan:
-    """Return the first micro-batches of a plan without the samples that are not among `few`.
+    """Return the first micro-batches of a plan, with only the samples in `few`.
 
-    multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`).
+    multiple: number whose multiple the number of micro-batches must be (`Grid.micro_batch_multiple`).
     """
     chosen = {sample for samples in few for sample in samples}
     kept = [[[i for i in micro if i in chosen] for micro in micros] for micros in plan]

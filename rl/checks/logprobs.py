@@ -1,4 +1,4 @@
-"""Comparisons of log-probs, which differ only by rounding if engine, trainer and reference are right."""
+"""Compares log-probs of engine, trainer and reference. If all are right, they differ only by rounding."""
 
 from math import inf, sqrt
 
@@ -10,13 +10,14 @@ from rl.objectives.segments import segment_sum
 from rl.training.micro_batch_plans import MicroBatchPlan
 
 PRODUCTS_PER_LAYER = 6
-"""Consecutive matrix products of a layer: QKV, scores, weighted sum, output projection, two in the MLP."""
+"""Number of consecutive matrix products in a layer: QKV, scores, weighted sum, output projection, two in the
+MLP."""
 SLACK = 4
 """Factor for the tail of the distribution of a sum of rounding errors."""
 FP8_FACTOR = 4
-"""Factor of the limit if the engine's weights are in FP8. The relative error of an element is then at most
-2^-4, 2.5 % as a root mean square. If the activations are rounded too, the error of a product is sqrt(2) times
-as large: 2.3 times SLACK * 2^-8, the limit for a product in bfloat16."""
+"""Factor by which the limit grows if the engine's weights are in FP8. The relative error of an element is
+then at most 2^-4, and 2.5 % as a root mean square. If the activations are rounded, too, the error of a
+product is sqrt(2) times as large. This is 2.3 times SLACK * 2^-8, the limit for a product in bfloat16."""
 
 
 class LogprobMismatch(RuntimeError):
@@ -30,10 +31,10 @@ class NumericsDiffer(RuntimeError):
 def rounding_limit(hf: dict, dtype: torch.dtype) -> float:
     """Return the limit of the mean difference of log-probs, relative to their mean size.
 
-    The roundings of consecutive sums of n terms add up to about sqrt(n) * eps / 2 of the largest logit
-    (Higham and Mary, 2019). In bfloat16 a product is summed in float32 and rounded once.
+    The rounding errors of consecutive sums of n terms add up to about sqrt(n) * eps / 2 times the largest
+    logit (Higham and Mary, 2019). In bfloat16 a product is summed in float32 and rounded once.
 
-    hf: the model's config.json.
+    hf: content of the model's config.json.
     """
     width = hf["hidden_size"] if dtype is torch.float32 else 1
     terms = (PRODUCTS_PER_LAYER * hf["num_hidden_layers"] + 1) * width
@@ -43,8 +44,8 @@ def rounding_limit(hf: dict, dtype: torch.dtype) -> float:
 def present_tokens(batch: Batch, version: int, *, whole: bool) -> Tensor:
     """Return which counted tokens the engine sampled with the present weights, bool [T].
 
-    version: of the trainer's weights. whole: whether samples with an older token are left out whole,
-        because the engine computed their later tokens from a cache of older weights.
+    version: version of the trainer's weights. whole: whether all tokens of a sample are left out if one of
+        them is older. This is needed if the engine computed the later tokens from a cache of older weights.
     """
     assert batch.mask is not None
     counted = batch.mask > 0
@@ -58,9 +59,11 @@ def present_tokens(batch: Batch, version: int, *, whole: bool) -> Tensor:
 
 
 def sample_gaps(batch: Batch, logprobs: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sums of the differences from the engine's log-probs and the numbers of tokens, float64 [N].
+    """Return for each sample the sum of the differences from the engine's log-probs, and the number of
+    tokens.
 
-    logprobs: the trainer's, float32 [T]. counted: bool [T], the tokens that are compared.
+    Both are float64 [N]. logprobs: log-probs of the trainer, float32 [T]. counted: the compared tokens, bool
+    [T].
     """
     gaps = torch.where(counted, (logprobs - batch.column("rollout_logprobs")).abs().double(), 0.0)
     return segment_sum(gaps, batch.lengths), segment_sum(counted.double(), batch.lengths)
@@ -79,18 +82,19 @@ def check_engine(
 ) -> dict[str, float]:
     """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
 
-    Log-probs differ in relation to their size, at least 1 nat. Raises LogprobMismatch if the difference
-    exceeds the limit.
+    The difference is taken relative to the mean size of the log-probs, or to 1 nat if this is larger. Raises
+    LogprobMismatch if the difference exceeds the limit.
 
     Args:
-        logprobs: the trainer's, float32 [T].
+        logprobs: log-probs of the trainer, float32 [T].
         counted: the tokens that are compared (`present_tokens`), bool [T].
         limit: the largest mean difference (`rounding_limit`), relative to the size of log-probs.
         noise: the largest mean difference according to the measured noise (`rl.checks.rounding`), in nats.
-        routes: whether the model routes tokens to experts. The sample with the largest difference is then
-            left out, because a rounding error may route one of its tokens elsewhere.
-        ranks: samples of each data parallel rank of the trainer, for the message.
-        weights: sentence on the weights that were compared (`rl.refit.refit.what_is_equal`).
+        routes: whether the model routes tokens to experts. If so, the sample with the largest difference is
+            left out, because a rounding error may route one of its tokens to another expert.
+        ranks: the samples of each data parallel rank of the trainer, for the message.
+        weights: sentence about the weights that were compared, for the message
+            (`rl.refit.refit.what_is_equal`).
     """
     by_sample, counts = sample_gaps(batch, logprobs, counted)
     kept = counts > 0
@@ -138,10 +142,13 @@ def check_reference(batch: Batch, *, limit: float) -> None:
 def check_equal(
     batch: Batch, logprobs: Tensor, version: int, plans: list[MicroBatchPlan], *, replayed: str = ""
 ) -> None:
-    """Raise NumericsDiffer if sampled tokens have another log-prob than in the engine.
+    """Raise NumericsDiffer if a sampled token has another log-prob in the trainer than in the engine.
 
-    logprobs: the trainer's, float32 [T]. version: of the policy that learns from the batch. plans: the
-    mini-batches, which tell the rank of a sample. replayed: run whose samples are replayed (`run.rollouts`).
+    logprobs: log-probs of the trainer, float32 [T]. version: version of the policy that learns from the
+        batch.
+    plans: the mini-batches, from which the rank of a sample is known. replayed: run whose samples are
+        replayed
+    (`run.rollouts`).
     """
     assert batch.rollout_logprobs is not None and batch.mask is not None
     differ = (logprobs != batch.rollout_logprobs) & (batch.mask > 0)

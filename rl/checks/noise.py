@@ -1,9 +1,10 @@
-"""Statistical comparisons of log-probs, which detect systematic errors of the size of rounding.
+"""Statistical comparisons of log-probs. They detect systematic errors as small as rounding errors.
 
-The bound of `rl.checks.logprobs` holds for every model, so in bfloat16 it is far above the noise of most.
-Here the noise is estimated from the tokens of other ranks, from earlier steps, and from the variance of
-sampling itself. For example, `Gaps.check` compares the samples that one rank generated with the samples of
-the other ranks. Sums decay by the factor FADE per step, so that a late error is not diluted.
+The bound of `rl.checks.logprobs` holds for every model. Therefore, in bfloat16, it is far above the noise of
+most models. Here the noise is estimated from the tokens of other ranks, from earlier steps, and from the
+variance of sampling itself. For example, `Gaps.check` compares the samples that one rank generated with the
+samples of the other ranks. All sums decay by the factor FADE per step, so that an error that appears late is
+not diluted.
 """
 
 import math
@@ -19,38 +20,42 @@ from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
 
 FADE = 0.95
-"""Decay factor of the sums per step."""
+"""Factor by which the sums decay in each step."""
 FLOOR = 1e-3
-"""Share of the bound of rounding that is added to a gap before its logarithm is taken."""
+"""Share of the bound of rounding that is added to a gap before its logarithm is taken, because a gap may be
+0."""
 MIN_SAMPLES = 32
-"""Minimum number of samples of a rank, and of all others, that are compared."""
+"""Minimum number of samples that a rank, and that all other ranks together, must have to be compared."""
 ENTROPY_SLACK = 8
-"""The mean of -log q may differ from the entropy by the bound of log-probs divided by this number."""
+"""Divisor of the bound for log-probs: the mean of -log q may differ from the entropy by the quotient."""
 DEVIATIONS = 9.0
-"""Number of standard errors above which a rank differs. A normal distribution has a tail of 1e-19 there, and
-the log of a sample's mean gap has lighter tails."""
+"""Number of standard errors above which a rank counts as different. The tail of a normal distribution is
+1e-19 there, and the logarithm of a sample's mean gap has lighter tails."""
 MIN_FACTOR = 2.0
-"""Factor by which a rank's gaps must exceed the gaps of other ranks: ranks may have different devices."""
+"""Factor by which a rank's gaps must also exceed the gaps of other ranks, because ranks may have different
+devices."""
 POSITION_FACTOR = 4.0
-"""Factor by which gaps at some positions must exceed the gaps at others: rounding depends on the context."""
+"""Factor by which gaps at some positions must also exceed the gaps at others, because rounding depends on the
+context."""
 MAX_PROBABILITY = 0.75
-"""Probability up to which tokens are compared by position. For a more probable token the log-softmax rounds
-more than the logits, and its rounding is not in proportion to 1 - p."""
+"""Maximum probability of tokens that are compared by position. For a more probable token, the rounding error
+of the log-softmax exceeds the error of the logits, and it is not in proportion to 1 - p."""
 MAX_GROUPS = 32
-"""Maximum number of groups of positions: the binary logarithms of positions below 2**32."""
+"""Maximum number of groups of positions: one for each binary logarithm of a position below 2**32."""
 UNITS = {
     "generated": "samples that rank {} generated as in those of other ranks",
     "trained on": "samples that rank {} trained on as in those of other ranks",
     "position": "tokens at positions from 2 ** {} up to its double as at others",
 }
-"""Kind of a number -> the compared samples or tokens, for the message."""
+"""Kind of rank or position -> the compared samples or tokens, for the message."""
 SLOPE = 0.3
-"""Largest systematic difference of engine and trainer, as a share of the distance from the reference."""
+"""Largest tolerated systematic difference between engine and trainer, as a share of the policy's distance
+from the reference."""
 MIN_DISTANCE = 1.5
-"""Minimum of the squared distance from the reference in units of the squared gaps; noise has 1.25."""
+"""Minimum squared distance from the reference, in units of the squared gaps. Noise alone gives 1.25."""
 NEARER = 4.0
 """Largest ratio of the engine's squared distance from the policy to its squared distance from the reference.
-If the policy has not moved the ratio is at most 2, even if the reference has no noise."""
+If the policy has not moved, the ratio is at most 2, even if the reference has no noise."""
 JUMP, MIN_STEPS = 3.0, 5
 """A mean gap above JUMP times the median of at least MIN_STEPS earlier steps is logged as a warning."""
 
@@ -58,25 +63,26 @@ JUMP, MIN_STEPS = 3.0, 5
 class DrawnEntropy:
     """Compares the log-probs of sampled tokens with the entropy of their distribution.
 
-    The expectation of -log q(x) of a token x drawn from q is the entropy H of q. With -log q cut off at b,
-    the sum of the differences is a martingale. Its terms are at most b, and their conditional variances at
-    most b H. By Freedman's inequality (1975) the sum exceeds a with a probability of at most exp(-a^2 / (2 (V
-    + a b / 3))), with V the sum of b H. For example, samples from another temperature or from a truncated
-    distribution exceed this bound.
+    If a token x is drawn from q, the expectation of -log q(x) is the entropy H of q. With -log q cut off at
+    b, the sum of the differences is a martingale. Its terms are at most b, and their conditional variances
+    are at most b H. Let V be the sum of b H. By Freedman's inequality (1975) the sum exceeds a with a
+    probability of at most exp(-a^2 / (2 (V + a b / 3))). For example, samples with another temperature or
+    from a truncated distribution exceed this bound.
 
-    vocab_size: number of tokens of the vocabulary, which determines b: tokens with -log q > b have a total
+    vocab_size: number of tokens of the vocabulary. It determines b: the tokens with -log q > b have a total
         probability of at most 1 / vocab_size.
     """
 
     def __init__(self, vocab_size: int):
         self._cut = 2 * math.log(vocab_size)
         self._sums = np.zeros(3)
-        """Sum of the differences, sum of the entropies, and number of tokens."""
+        """Sum of the differences, sum of the entropies, and number of tokens, float64 [3]."""
 
     def check(self, batch: Batch, entropy: Tensor, counted: Tensor, *, slack: float) -> None:
         """Raise CheckFailed if the tokens were not drawn from the engine's distribution.
 
-        entropy: the trainer's, float32 [T]. counted: bool [T], the tokens that the present weights sampled.
+        entropy: entropy by the trainer, float32 [T]. counted: tokens sampled by the present weights, bool
+            [T].
         slack: mean difference that rounding may cause, in nats.
         """
         assert batch.rollout_logprobs is not None
@@ -84,7 +90,7 @@ class DrawnEntropy:
         found = (-batch.rollout_logprobs[counted].double()).clamp(max=self._cut) - own
         step = np.array([float(found.sum()), float(own.sum()), len(found)])
         self._sums = step + self._sums * (FADE, FADE**2, FADE)
-        beyond = self._cut * math.exp(-self._cut / 2)  # cutting off -log q lowers the mean by at most this
+        beyond = self._cut * math.exp(-self._cut / 2)  # the cut at b lowers the mean by at most this
         for total, entropies, count in (step, self._sums):
             first = -math.log(RISK / 2) * self._cut / 3
             limit = first + math.sqrt(first**2 - 2 * math.log(RISK / 2) * self._cut * entropies)
@@ -100,17 +106,19 @@ class DrawnEntropy:
 
 
 class Gaps:
-    """Differences of log-probs between engine and trainer, by rank and over the steps of a run."""
+    """Gaps, which are differences of log-probs between engine and trainer, by rank and over the steps of a
+    run."""
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[int, np.ndarray]] = {}
-        """For each kind of rank and each rank: number of samples, sum and sum of squares of their logs."""
+        """Kind of rank -> rank -> number of samples, sum of the logarithms of their gaps, and sum of the
+        squares of these logarithms."""
         self._earlier: list[float] = []
 
     def check(self, gaps: Tensor, ranks: dict[str, Tensor], *, limit: float) -> None:
-        """Raise LogprobMismatch if the gaps of one rank are larger than the gaps of the others.
+        """Raise LogprobMismatch if the gaps of one rank are larger than the gaps of the other ranks.
 
-        gaps: mean difference of each sample's tokens, float64 [n]. ranks: kind of rank -> rank of each
+        gaps: mean difference over the tokens of each sample, float64 [n]. ranks: kind of rank -> rank of each
         sample, int64 [n]. limit: bound of rounding; FLOOR times the limit is added to every gap.
         """
         logs = (gaps + FLOOR * limit).log()
@@ -119,10 +127,11 @@ class Gaps:
     def check_positions(self, batch: Batch, counted: Tensor, *, limit: float) -> None:
         """Raise LogprobMismatch if the gaps of tokens at some positions are larger than at the others.
 
-        Positions count from the first token of the prompt, and are grouped by their binary logarithm. For
-        example, positions 8 to 15 are one group. An error of the logits moves the log-prob of a token of
-        probability p in proportion to 1 - p, within a factor of sqrt(2). Gaps are therefore divided by 1 - p,
-        and tokens above MAX_PROBABILITY are left out. The units are the tokens of a sample in one group.
+        Positions count from the first token of the prompt and are grouped by their binary logarithm. For
+        example, positions 8 to 15 are one group. If a token has the probability p, an error of the logits
+        moves its log-prob in proportion to 1 - p, within a factor of sqrt(2). Gaps are therefore divided by 1
+        - p, and tokens above MAX_PROBABILITY are left out. The tokens of one sample in one group count as one
+        unit.
 
         counted: bool [T], the tokens that are compared. limit: as in `check`.
         """
@@ -154,12 +163,13 @@ class Gaps:
             self._sums[kind] = faded
             for members in (step, faded):
                 found += self._compare(kind, members, limit)
-        if found:  # for example, samples of a wrong engine may be trained on one rank
+        if found:  # several may be found: for example, one rank may train on the samples of a wrong engine
             raise LogprobMismatch(max(found)[1])
 
     @staticmethod
     def _compare(kind: str, members: dict[int, np.ndarray], limit: float) -> Iterator[tuple[float, str]]:
-        """Yield the standard errors and a message for each rank with larger gaps than the others."""
+        """Yield for each rank with larger gaps than the other ranks: the number of standard errors, and a
+        message."""
         for rank, own in members.items():
             rest = sum(members.values()) - own
             if min(own[0], rest[0]) < MIN_SAMPLES:
@@ -196,15 +206,18 @@ class Gaps:
 def check_direction(batch: Batch, counted: Tensor) -> None:
     """Raise LogprobMismatch if engine and trainer differ along the policy's distance from the reference.
 
-    For example, an engine that applies the adapter with another scale has log-probs shifted in proportion to
-    this distance. So has an engine with a mixture of the policy's and the reference's weights. The shift is
-    below the bound of rounding as long as the policy has learned little. counted: bool [T], the tokens that
-    the present weights sampled. Samples are the units of the standard error.
+    For example, if an engine applies the adapter with another scale, its log-probs are shifted in proportion
+    to this distance. The same is true for an engine whose weights mix the policy and the reference. As long
+    as the policy has learned little, the shift is below the bound of rounding. The standard error is computed
+    over samples, not tokens.
+
+    counted: bool [T], the tokens that the present weights sampled.
     """
     assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
     gaps = torch.where(counted, batch.old_logprobs - batch.rollout_logprobs, 0.0).double()
-    # The distance is taken from the mean of both, so that the noise of neither side adds to the slope.
+    # The distance is taken from the mean of engine and trainer, so that neither side's noise adds to the
+    # slope.
     distance = (batch.old_logprobs + batch.rollout_logprobs) / 2 - batch.ref_logprobs
     distance = torch.where(counted, distance, 0.0).double()
     products = segment_sum(gaps * distance, batch.lengths)
@@ -223,7 +236,7 @@ def check_direction(batch: Batch, counted: Tensor) -> None:
             "what the policy has learned, such as its adapter."
         )
     if total <= MIN_DISTANCE * float(gaps.square().sum()):
-        return  # the distance is noise itself
+        return  # the distance is noise
     slope = float(products.sum()) / total
     error = float((products - slope * squares).square().sum().sqrt()) / total
     if abs(slope) > max(SLOPE, DEVIATIONS * error):

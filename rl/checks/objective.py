@@ -1,7 +1,7 @@
-"""A check of the configured loss: its gradient at points where theory predicts it.
+"""Checks the gradient of the configured loss at points where theory predicts it.
 
-The gradient of a policy gradient's loss with respect to the log-probs is computed on a few tokens, once per
-start, before the first update:
+Once after each start of a run, before the first update, the gradient of the policy-gradient loss with respect
+to the log-probs is computed on a few tokens. It must have these properties:
 
     ratio 1       it increases the log-probs of tokens with positive advantage, and no others; masked tokens
                   have none
@@ -11,7 +11,8 @@ start, before the first update:
     KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
     entropy       the bonus increases the entropy of the counted tokens only
 
-All is computed in float64. For example, a KL term that is a millionth of the entropy bonus has four digits.
+Everything is computed in float64, so that small terms keep enough digits. For example, a KL term that is a
+millionth of the entropy bonus keeps four digits.
 """
 
 import math
@@ -26,19 +27,20 @@ from rl.training.loss import LossFunction, Totals
 from rl.training.packing import MicroBatch
 
 DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
-"""Estimators of the KL divergence at ratio 1, as a function of log pi - log pi_ref."""
+"""Estimators of the KL divergence at ratio 1, as functions of log pi - log pi_ref."""
 PROPORTIONAL = {"cispo", "clip-cov", "dppo-kl", "dppo-tv", "gmpo", "gspo", "kl-cov", "luspo", "ppo"}
-"""Losses with a gradient proportional to the ratio of token or sample, within the clip range."""
+"""Losses whose gradient, within the clip range, is proportional to the ratio of the token or of the
+sample."""
 OTHERWISE = {"dro", "fipo", "sapo", "vespo"}
-"""Losses with a gradient that depends on the ratio in another way."""
+"""Losses whose gradient depends on the ratio in another way."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")
-"""Columns that change a loss if a batch has them."""
+"""Columns that change the loss if a batch has them."""
 LENGTHS = (3, 2, 4)
-"""Tokens of the samples; the second and the last token are masked."""
+"""Number of tokens of each sample. The second and the last of all tokens are masked."""
 
 
 def check_objective(loss: LossFunction, config: Config) -> None:
-    """Raise CheckFailed if the gradient of the loss is not that of the configured objective."""
+    """Raise CheckFailed if the gradient of the loss is not the gradient of the configured objective."""
     goal = config.objective
     advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
     on_policy = ObjectivePoint(loss, config, advantages=advantages)
@@ -65,7 +67,8 @@ def check_objective(loss: LossFunction, config: Config) -> None:
 
 
 class ObjectivePoint:
-    """The loss and its gradient at three samples of one micro-batch, with ratios of 1 unless given."""
+    """The loss and its gradient at one micro-batch of three samples. The ratios are 1 unless others are
+    given."""
 
     def __init__(
         self,
@@ -90,7 +93,8 @@ class ObjectivePoint:
                 old_logprobs=old,
                 rollout_logprobs=old,
                 ref_logprobs=logprobs.detach() - above_reference,
-                # objective.top_entropy drops the others; other losses treat the selected ones differently.
+                # objective.top_entropy keeps only selected tokens, so all are selected. Other losses treat
+                # selected tokens differently, so none is selected.
                 selected_tokens=torch.full_like(old, float(config.objective.top_entropy < 1)),
             )
         )
@@ -127,7 +131,7 @@ def _micro_batch(columns: dict[str, Tensor]) -> MicroBatch:
 
 
 def total_weight(config: Config) -> float:
-    """Return the sum of all tokens' weights by `objective.aggregation`, for an `ObjectivePoint`."""
+    """Return the sum of the weights that `objective.aggregation` gives the tokens of an `ObjectivePoint`."""
     tokens, samples = sum(LENGTHS) - 2, len(LENGTHS)
     return {
         "token-mean": 1.0,
@@ -143,7 +147,7 @@ def _problem_of_ratio(loss: LossFunction, config: Config, advantages: Tensor) ->
     near = min(goal.clip_low, goal.clip_high) / 2
     if goal.loss not in PROPORTIONAL | OTHERWISE or not near:
         return ""
-    # Without advantages, only the KL term, the entropy bonus and other penalties have a gradient.
+    # With advantages of 0, only the KL term, the entropy bonus and other penalties have a gradient.
     (at_one, penalties), (at_ratio, penalties_there) = (
         [
             ObjectivePoint(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope

@@ -1,10 +1,12 @@
-"""The rounding noise of a policy in bfloat16, and the engine's difference in units of it.
+"""Measures the rounding noise of a policy in bfloat16, the unit for the difference between engine and
+trainer.
 
-The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most. Here the noise
-is measured: log-probs are compared with log-probs of a second pass, which rounds the hidden states once more.
-Engine and trainer of a right run differ by 1 to 2.6 times this noise. An error of the logits moves the
-log-prob of a token of probability p in proportion to 1 - p, so the noise grows with the mean of 1 - p. For
-example, a batch of less certain tokens than at the measurement has a higher limit.
+The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most models. Here the
+noise is measured: log-probs are compared with the log-probs of a second pass, which rounds the hidden states
+once more. In a right run, engine and trainer differ by 1 to 2.6 times this noise. If a token has the
+probability p, an error of the logits moves its log-prob in proportion to 1 - p. Therefore the noise is taken
+to grow with the mean of 1 - p. For example, if the tokens of a batch are less certain than at the
+measurement, its limit is higher.
 """
 
 import math
@@ -21,21 +23,22 @@ from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
 
 WARNED, ENDED = 4.0, 8.0
-"""Multiples of the noise above which the mean difference is logged as a warning, and ends the run."""
+"""Multiples of the noise. If the mean difference exceeds the first, a warning is logged; if it exceeds the
+second, the run ends."""
 EVERY = 50
-"""Number of batches after which the noise is measured again: it depends on the lengths and the entropy."""
+"""Number of batches after which the noise is measured again, because it depends on lengths and entropy."""
 MIN_TOKENS = 64
-"""Minimum number of tokens of a measurement. In a batch with n < MIN_TOKENS tokens the limit grows by
-sqrt(MIN_TOKENS / n), because the mean of few tokens depends on the largest."""
+"""Minimum number of tokens of a measurement. For a batch of n < MIN_TOKENS tokens, the limit is multiplied by
+sqrt(MIN_TOKENS / n), because the mean over few tokens depends on the largest difference."""
 SEED = 0
 
 
 @contextmanager
 def rounded_again(model: TrainingEngine) -> Iterator[None]:
-    """Change the hidden states after each layer by a random rounding error for the duration of the block.
+    """In the `with` block, change the hidden states after each layer by a random rounding error.
 
-    A state h becomes h (1 + eps u), rounded, with u uniform in [-1/2, 1/2]. The tensor parallel ranks of a
-    stage draw the same numbers; other random states are not used.
+    A state h becomes h (1 + eps u), rounded, with u uniform in [-1/2, 1/2]. All tensor parallel ranks of a
+    pipeline stage draw the same numbers. The random states of the run are not used.
     """
     generator = torch.Generator(model.device.torch).manual_seed(SEED)
 
@@ -56,8 +59,9 @@ def rounded_again(model: TrainingEngine) -> Iterator[None]:
 class RoundingNoise:
     """The mean difference of log-probs that one more rounding per layer causes, measured every EVERY batches.
 
-    multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`). factor: `agreement.logprob_slack`
-    times FP8_FACTOR for an engine in FP8.
+    multiple: number whose multiple the number of micro-batches of a pass must be
+        (`Grid.micro_batch_multiple`).
+    factor: `agreement.logprob_slack`, multiplied by FP8_FACTOR if the engine runs in FP8.
     """
 
     def __init__(self, multiple: int, factor: float):
@@ -68,10 +72,11 @@ class RoundingNoise:
         self._few = 1.0
 
     def plan(self, first: MicroBatchPlan, batch: Batch, counted: Tensor) -> MicroBatchPlan | None:
-        """Return the samples to measure with, in micro-batches; None if none is due, or tokens are too few.
+        """Return the samples to measure with, in micro-batches; None if no measurement is due or possible.
 
-        Call it for each batch. first: of the first mini-batch. counted: bool [T], the tokens that the present
-        weights sampled.
+        It is impossible with too few tokens. Call this method once for each batch.
+
+        first: plan of the first mini-batch. counted: bool [T], the tokens that the present weights sampled.
         """
         self._present = _mean_doubt(batch, counted)
         self._few = math.sqrt(max(1.0, MIN_TOKENS / max(1, int(counted.sum()))))
@@ -83,7 +88,10 @@ class RoundingNoise:
         return plan if int(counted[tokens_of(plan, batch)].sum()) >= MIN_TOKENS else None
 
     def measure(self, plan: MicroBatchPlan, batch: Batch, counted: Tensor, passes: list[Tensor]) -> None:
-        """Keep the mean difference of two passes, float32 [T] each, over the counted tokens of the plan."""
+        """Store the mean difference of the log-probs of two passes over the counted tokens of the plan.
+
+        passes: log-probs of both passes, float32 [T] each.
+        """
         first, second = passes
         tokens = torch.zeros_like(counted)
         tokens[tokens_of(plan, batch)] = True
@@ -99,7 +107,7 @@ class RoundingNoise:
 
     @property
     def limit(self) -> float:
-        """Maximum mean difference; infinite before the first measurement."""
+        """Maximum mean difference in nats; infinite before the first measurement."""
         return ENDED * self._factor * self.noise if self.noise else math.inf
 
     def exceeds(self, gap: float, multiple: float) -> bool:
@@ -107,7 +115,8 @@ class RoundingNoise:
         return self.noise is not None and gap > multiple * self._factor * self.noise
 
     def warning(self, gap: float) -> str:
-        """Return a warning if the mean difference is far above the noise, "" otherwise. Once per batch."""
+        """Return a warning if the mean difference is far above the noise, "" otherwise. Call it once per
+        batch."""
         self._age += 1
         if not self.noise or not self.exceeds(gap, WARNED):
             return ""
@@ -119,7 +128,10 @@ class RoundingNoise:
 
 
 def _mean_doubt(batch: Batch, tokens: Tensor) -> float:
-    """Return the mean of 1 - p, with p the engine's probability, over tokens, bool [T]; 0 for none."""
+    """Return the mean of 1 - p over some tokens; 0 without tokens.
+
+    p: the probability by the engine. tokens: bool [T].
+    """
     assert batch.rollout_logprobs is not None
     doubts = -torch.expm1(batch.rollout_logprobs[tokens].double())
     return float(doubts.mean()) if len(doubts) else 0.0

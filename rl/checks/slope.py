@@ -1,16 +1,20 @@
-"""A check of the model's backward pass: its gradient is compared with differences of its log-probs.
+"""Checks the backward pass of the model: compares its gradient with differences of its log-probs.
 
-A layer with a backward pass of its own may have wrong gradients although its outputs are right: for example
-attention over context parallel ranks, a fused kernel, or the head. All other comparisons of an update begin
-with the gradients of these layers. Once per start the weights w of the first layer's norm are set to w + r s
-|w| and w - r s |w|, with random signs s and the mean |w| of the absolute weights. Half of the difference of
-the mean log-prob is its slope along r s |w|. The gradient of w must give the same slope, and errors of all
-later layers reach this gradient. A second difference, with r / 2, has a quarter of the error; the distance
-between the two differences is therefore tolerated.
+A layer that has its own backward pass may have wrong gradients although its outputs are right. Examples are
+attention over context parallel ranks, a fused kernel, and the head. All other comparisons of an update start
+from the gradients of these layers, so they do not see the error.
 
-The four directions are compared in the first step if the passes cost less than COST of it, otherwise over
-the first steps. For example, a step of 400,000 tokens has four directions with 512 tokens, a step of 4,000
-tokens one direction with 22. The model is compared with itself, so any tokens will do.
+After each start of a run, the weights w of the first layer's norm are changed to w + r s |w| and to w - r s
+|w|. Here s are random signs, and |w| is the mean of the absolute weights. Half of the difference between the
+two mean log-probs is the slope of the mean log-prob along r s |w|. The gradient of w must give the same
+slope. The gradient of the first norm is used because errors of all later layers reach it. A second
+difference, with r / 2, has a quarter of the error. The distance between the two differences is therefore
+tolerated.
+
+There are four directions s. If their passes cost less than COST of the first step, all are compared in this
+step, otherwise in the first few steps. For example, a step of 400,000 tokens compares four directions with
+512 tokens, and a step of 4,000 tokens compares one direction with 22. The model is compared with itself, so
+the choice of tokens does not matter.
 
 Models with routed experts are not compared, because another w sends some tokens to other experts. Models with
 adapters are not compared, because their norms do not learn.
@@ -38,23 +42,27 @@ from rl.training.packing import MicroBatch
 DIRECTIONS = 4
 """Number of directions s."""
 STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-4}
-"""The factor r by dtype: far above the distance of two numbers. The slope is off by about r^2."""
+"""Factor r by dtype. It is far above the distance of two neighbouring numbers. The slope has an error of
+about r^2."""
 TOLERANCE = {torch.float32: 0.05, torch.bfloat16: 0.25}
-"""Maximum distance of the measured slopes from the gradient's slopes, relative to their size."""
+"""Maximum distance of the measured slopes from the slopes by the gradient, relative to their size."""
 NONLINEAR = 0.25
-"""Maximum distance between the slopes with r and with r / 2, relative to their size; above it nothing is
-compared. For example, log-probs at a low temperature are far from linear in so large a change."""
+"""Maximum distance between the slopes with r and with r / 2, relative to their size. Above it nothing is
+compared. For example, with a low temperature log-probs are far from linear in a change of this size."""
 GAP = 0.1
-"""Difference of log-probs by rounding, in units of its bound (`rounding_limit`): right runs stay below it."""
+"""Difference of log-probs that rounding causes, as a share of its bound (`rounding_limit`). Right runs stay
+below it."""
 INDEPENDENT = 256
-"""Maximum number of tokens whose rounding errors count as independent: equal tokens are rounded equally."""
+"""Maximum number of tokens whose rounding errors count as independent. There is a maximum because equal
+tokens are rounded equally."""
 CUT = 64
-"""Maximum number of tokens kept: the last tokens of a prompt, and the first tokens of a response."""
+"""Maximum number of tokens that are kept of a prompt (the last ones) and of a response (the first ones)."""
 TOKENS = range(8, 512)
-"""Numbers of tokens of a pass, with their prompts."""
+"""Possible numbers of tokens in a pass, including prompts."""
 COST = 0.01
-"""Largest cost of the comparison, relative to a step's. A backward pass counts as two forward passes, so that
-an update of T response tokens, with their generation, counts at least as 4 T tokens."""
+"""Largest cost of the comparison, relative to the cost of a step. A backward pass counts as two forward
+passes. Therefore generating and learning from T response tokens counts as a forward pass over at least 4 T
+tokens."""
 
 
 class WrongBackward(RuntimeError):
@@ -63,16 +71,16 @@ class WrongBackward(RuntimeError):
 
 @dataclass(frozen=True)
 class Slope:
-    """The slope along one direction, and its errors."""
+    """The slopes along one direction, and the rounding error."""
 
     coarse: float
     """Change of the mean log-prob for the factor r."""
     fine: float
-    """The same for r / 2, doubled."""
+    """Twice the change of the mean log-prob for the factor r / 2."""
     gradient: float
-    """The change according to the gradient."""
+    """Change for the factor r according to the gradient."""
     error: float
-    """Standard error of `fine` by rounding."""
+    """Standard error of `fine` that rounding causes."""
 
 
 class SlopeCheck:
@@ -83,17 +91,18 @@ class SlopeCheck:
 
     @cached_property
     def _norm(self) -> Weight | None:
-        """The norm that is changed; None for a model that is not compared."""
+        """Weight of the norm that is changed; None if the model is not compared."""
         model = self._model
         vectors = [w for w in model.learned_map.weights if w.layer == 0 and len(w.shapes[0]) == 1]
         norms = [w for w in vectors if w.expert is None and "norm" in w.hf[0]]
         return norms[0] if norms and not count_experts(model.weight_map.weights) else None
 
     def check(self, batch: Batch, plan: MicroBatchPlan, *, noise: float | None = None) -> None:
-        """Compare on the first samples of a plan. Raises WrongBackward. Collective over the world.
+        """Compare gradient and slopes on the first samples of a plan. Raises WrongBackward.
 
-        The weights are bitwise the same afterwards. noise: measured noise of log-probs (`RoundingNoise`), in
-        nats; None: the bound of rounding is used.
+        Afterwards the weights are bitwise unchanged. Collective over the world.
+
+        noise: measured noise of log-probs (`RoundingNoise`), in nats; None uses the bound of rounding.
         """
         missing = DIRECTIONS - len(self._slopes)
         if self._norm is None or not missing:
@@ -110,7 +119,8 @@ class SlopeCheck:
     def _measure(
         self, batch: Batch, few: MicroBatchPlan, directions: Sequence[int], count: float, noise: float | None
     ) -> None:
-        """Add the slopes of these directions. count: number of counted tokens of the plan."""
+        """Measure the slopes along these directions and store them. count: number of counted tokens of the
+        plan."""
         model, norm = self._model, self._norm
         assert norm is not None
         hf, dtype = model.weight_map.hf, model.weight_map.dtype
@@ -118,7 +128,7 @@ class SlopeCheck:
         parameter, gradient = model.gradient(batch, few, partial(_mean, mask=batch.mask, count=count), norm)
         along = torch.zeros(len(directions), dtype=torch.float64)
         found: list[list[float]] = []
-        size = 1.0  # log-probs are rounded in proportion to their size
+        size = 1.0  # the rounding error of log-probs is in proportion to their size
         for place, number in enumerate(directions):
             slopes = []
             for half in range(2):
@@ -141,7 +151,7 @@ class SlopeCheck:
         ]
 
     def _compare(self, count: float) -> None:
-        """Compare all slopes so far. count: see `_measure`."""
+        """Compare all slopes that were measured so far. count: see `_measure`."""
         model, norm = self._model, self._norm
         assert norm is not None
         coarse, fine, along, errors = torch.tensor(
@@ -151,7 +161,8 @@ class SlopeCheck:
         if curvature > NONLINEAR * float(fine.norm()):
             return
         gap, slope = float((fine - along).norm()), max(float(fine.norm()), float(along.norm()))
-        # Errors of n slopes have a norm of about sqrt(n) of one; this is 4 standard errors above it.
+        # The errors of n slopes have a norm of about sqrt(n) times one error. The bound is 4 standard errors
+        # above it.
         rounding = (1 + 4 / math.sqrt(len(fine))) * float(errors.norm())
         if gap > TOLERANCE[model.weight_map.dtype] * slope + curvature + rounding:
             raise WrongBackward(
@@ -165,10 +176,12 @@ class SlopeCheck:
 def _first_tokens(
     batch: Batch, plan: MicroBatchPlan, *, tokens: int, multiple: int
 ) -> tuple[Batch, MicroBatchPlan]:
-    """Return the first samples of a plan, cut, with about this number of tokens, and their own plan.
+    """Return the first samples of a plan, shortened to CUT and with about `tokens` tokens in all, and their
+    plan.
 
-    Each sample stays on its data parallel rank. Samples with images stay whole, because the model must find
-    every token of an image. multiple: of the micro-batches of a pass (`Grid.micro_batch_multiple`).
+    Each sample stays on its data parallel rank. Samples with images are not shortened, because the model must
+    find every token of an image. multiple: number whose multiple the number of micro-batches of a pass must
+    be (`Grid.micro_batch_multiple`).
     """
     is_cut = not any(prompt.images for prompt in batch.prompts)
     limit = min(CUT, tokens // 2) if is_cut else int(batch.lengths.max())
@@ -195,7 +208,7 @@ def _first_tokens(
 
 
 def _mean(micro: MicroBatch, *, mask: Tensor, count: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return this micro-batch's part of the mean log-prob. mask: of the batch."""
+    """Return the contribution of this micro-batch to the mean log-prob. mask: mask of the whole batch."""
     counted = mask[micro.column_index.to(mask.device)].to(micro.logprobs.device) > 0
     return torch.where(counted, micro.logprobs, 0.0).sum() / count, {}
 
@@ -207,9 +220,9 @@ def _mean_logprob(model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, cou
 
 @contextmanager
 def _moved(parameter: Tensor | None, number: int, factor: float, centre: float) -> Iterator[Tensor]:
-    """Change a parameter by `factor` of the mean of |w + centre|, with the signs of a direction.
+    """Move a parameter w along a direction in the `with` block, and yield the moved values.
 
-    Yields its values.
+    Each element changes by `factor` times the mean of |w + centre|, with the sign of the direction `number`.
     """
     if parameter is None:
         yield torch.zeros(0)

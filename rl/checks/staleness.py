@@ -1,23 +1,26 @@
-"""The age of tokens when a batch is learned from, in versions of the policy.
+"""The staleness of tokens: how many versions the policy is ahead of the version that sampled them.
 
-Before every `learn` the sampler's `check` (`rl.phases.sampler`) refuses a batch with a token that is too old.
-The samplers of carry-over and roles end, drop or wait for samples early enough. For example, a token that
-version 3 sampled has the staleness 2 when version 5 learns from it.
+For example, if version 3 sampled a token, it has the staleness 2 when version 5 learns from it. Before every
+`learn`, the sampler's `check` (`rl.phases.sampler`) refuses a batch with a token that is too old. In a
+healthy run this does not happen: the samplers of carry-over and roles end, drop or wait for samples early
+enough.
 """
 
 from rl.data.batch import Batch
 
 
 class StaleTokens(RuntimeError):
-    """Raised on every rank if a batch has tokens of weights that are too old."""
+    """Raised on every rank if a batch has tokens that were sampled by too old weights."""
 
 
 def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
-    """Return the metrics of the tokens' staleness: `version` minus the version that sampled them.
+    """Return metrics of the staleness of tokens: `version` minus the version that sampled them.
 
-    version: of the policy that is about to learn from the batch. limit: largest staleness of a token;
-    `rollout.max_staleness` with carry-over, `roles.lag` with roles, 0 otherwise. Raises StaleTokens if a
-    sampled token is older, or newer than the policy.
+    version: version of the policy that is about to learn from the batch. limit: largest allowed staleness:
+    `rollout.max_staleness` with carry-over, `roles.lag` with roles, 0 otherwise.
+
+    Raises StaleTokens if the staleness of a sampled token exceeds the limit, or if a token is newer than the
+    policy.
     """
     assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
     ages = version - batch.weight_versions
@@ -40,9 +43,9 @@ def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
 
 
 def check_present(batch: Batch, version: int) -> None:
-    """Raise StaleTokens if older or newer weights than the policy's sampled a token.
+    """Raise StaleTokens if a token was sampled by weights older or newer than the policy's.
 
-    version: of the policy.
+    version: version of the policy.
     """
     assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
     other = (batch.weight_versions != version) & (batch.mask > 0)

@@ -1,8 +1,8 @@
-"""Log-probs of random tokens by transformers, from the files of a checkpoint.
+"""Computes the log-probs of random tokens with transformers, from the files of a checkpoint.
 
     python -m rl.checks.transformers_pass DIRECTORY TEMPERATURE OUT    writes log-probs to OUT, float64 [T]
 
-It runs in a process of its own, because an engine of vLLM changes classes of transformers in its process.
+It runs in its own process, because a vLLM engine changes classes of transformers in the engine's process.
 """
 
 import sys
@@ -17,12 +17,14 @@ from torch import Tensor
 from rl.data.batch import Batch
 
 LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 64), (40, 21), (3, 3))
-"""Tokens of the prompt and of the response of each sample of `random_batch`; one response is empty."""
+"""Number of tokens of prompt and response of each sample of `random_batch`. One response is empty."""
 
 
 def random_batch(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Batch:
-    """Return random prompts and responses of these lengths, the same in each call, as groups of one
-    sample."""
+    """Return random prompts and responses of these lengths. Each sample is its own group.
+
+    Every call with the same arguments returns the same tokens.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def tokens(length: int) -> np.ndarray:
@@ -55,10 +57,11 @@ def hf_logprobs(model: Any, batch: Batch, *, temperature: float = 1.0) -> tuple[
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Make models of transformers compute with torch alone if they are first imported inside the block.
+    """Make models of transformers compute with torch alone, if they are imported for the first time in the
+    block.
 
-    With flash-linear-attention or causal-conv1d installed, transformers uses their kernels for delta nets,
-    also on a CPU, where Triton cannot run them.
+    If flash-linear-attention or causal-conv1d is installed, transformers uses its kernels for delta nets. It
+    does so even on a CPU, where Triton cannot run them.
     """
     hidden = ("fla", "causal_conv1d")
     before = {name: sys.modules[name] for name in hidden if name in sys.modules}

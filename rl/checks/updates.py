@@ -1,4 +1,4 @@
-"""Checks of an update: its learning rate, its tokens, its gradient, and its effect."""
+"""Checks the updates of a step: their learning rate, tokens, gradient and effect."""
 
 import math
 from dataclasses import replace
@@ -19,34 +19,37 @@ from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
 
 TOLERANCE = 1e-9
-"""Maximum distance of the counted share from 1; its terms are float64."""
+"""Maximum distance of the counted share from 1. Its terms are float64."""
 SMALL_LR = 0.01
-"""Share of the peak learning rate above which an update must change weights. Far below it, for example at the
-end of a schedule, float32 may round every change away."""
+"""Share of the peak learning rate above which an update must change weights. At a far lower rate, for example
+at the end of a schedule, float32 may round every change away."""
 SMALL_NORM = 1e-6
 """Gradient norm above which an update must change weights. Below it Adam's epsilon may dominate."""
 NUM_CODES, NUM_CONTENTS = 1021, 262139
-"""Both are prime. Codes of positions are 1 to NUM_CODES, codes of tokens' contents 0 to NUM_CONTENTS - 1.
-Their product is below 2**28, so float64 sums it exactly over 2**25 tokens."""
+"""Number of codes of positions (1 to NUM_CODES), and of codes of a token's content (0 to NUM_CONTENTS - 1).
+Both are prime. The product of two codes is below 2**28, so float64 sums it exactly over 2**25 tokens."""
 GRADIENT_TOLERANCE = 1e-5
-"""Maximum relative difference of the gradient that arrives at the outputs from the gradient of the loss."""
+"""Maximum relative difference between the gradient that arrives at the outputs and the gradient of the
+loss."""
 HALVES_TOLERANCE = 1e-4
-"""Maximum distance of a loss from the sum of the losses of its halves, in units of its terms. Float32 sums of
-a million terms of random sign have an error of 1000 * eps / 2 = 6e-5 of them."""
+"""Maximum distance between the loss of a micro-batch and the sum of the losses of its halves, relative to the
+size of the terms of the loss. A float32 sum of a million terms of random sign has an error of 1000 * eps / 2
+= 6e-5 relative to a term."""
 OLD = {"logprobs": "old_logprobs", "values": "old_values"}
-"""Output of a model -> column with its values before the updates of a step."""
+"""Output of a model -> column with the values of this output before the updates of the step."""
 NUM_EQUAL = 32
-"""Maximum number of tokens that may all have bitwise unchanged outputs although weights moved."""
+"""Maximum number of tokens for which it is allowed that no output changes bitwise although weights moved."""
 SMALL_STEP = 1e-4
-"""Learning rate, in units of the dtype's eps, above which an update must change outputs. Adam changes a
-weight by about the rate, so at this rate one in a few hundred weights of size 0.02 is rounded to another
-value."""
+"""Learning rate, in units of the eps of the dtype, above which an update must change outputs. Adam changes a
+weight by about the learning rate. So at this rate, of the weights of size 0.02 one in a few hundred is
+rounded to another value."""
 
 TERMS = ("counted share", "product of counts", "codes", "distance from old outputs", "compared tokens")
-"""Sums over the micro-batches of an update: counted tokens / denominator of the loss; counted tokens *
-denominator; codes of the counted tokens (position, token id and columns); |output - old output| /
-denominator, for the output of OLD that the model has; and the number of these outputs. For example, the
-counted shares of an update of 80 tokens in micro-batches of 50 and 30 add up to 50 / 80 + 30 / 80 = 1."""
+"""Names of five sums over the micro-batches of an update: (1) counted tokens / denominator of the loss; (2)
+counted tokens * denominator; (3) codes of the counted tokens, made from position, token id and columns; (4)
+|output - old output| / denominator, for the output of OLD that the model has; (5) the number of these
+outputs. For example, if an update of 80 tokens has micro-batches of 50 and 30 tokens, the counted shares add
+up to 50 / 80 + 30 / 80 = 1."""
 
 
 class WrongTokens(RuntimeError):
@@ -54,8 +57,8 @@ class WrongTokens(RuntimeError):
 
 
 class WrongGradient(RuntimeError):
-    """Raised on every rank if the backward pass did not begin with the gradient of the loss, or if the loss
-    is not a sum over samples."""
+    """Raised on every rank if the gradient of the loss did not reach the model's outputs unchanged, or if the
+    loss is not a sum over samples."""
 
 
 class WrongLearningRate(RuntimeError):
@@ -63,15 +66,17 @@ class WrongLearningRate(RuntimeError):
 
 
 class LearningRates:
-    """Learning rate of each model's last update, with its step and schedule; kept in checkpoints."""
+    """The learning rate of each model's last update, with its step and schedule. It is stored in
+    checkpoints."""
 
     def __init__(self) -> None:
         self.last: dict[str, dict[str, Any]] = {}
         self._present = 0.0
-        """Rate of the model that is updated now."""
+        """Learning rate of the model that is being updated."""
 
     def check_used(self, lr: float, step: int) -> None:
-        """Raise WrongLearningRate unless an update used the rate that the schedule gives for the step."""
+        """Raise WrongLearningRate unless `lr`, which an update used, is the rate of the schedule for the
+        step."""
         if lr != self._present:
             raise WrongLearningRate(
                 f"an update of step {step} used the learning rate {lr:g}, but the schedule gives "
@@ -79,11 +84,12 @@ class LearningRates:
             )
 
     def check(self, name: str, schedule: RateSchedule, step: int) -> None:
-        """Note the rate of a step, and after a resume compare the last rate used with the present schedule.
+        """Record the learning rate of a step. After a resume, first compare the last rate with the present
+        schedule.
 
-        Raises CheckFailed if the rate is 0, and WrongLearningRate if the same schedule now gives another rate
-        for the last step. For example, a checkpoint of step 100 holds the rate of step 100, which the
-        schedule must give again before step 101.
+        For example, a checkpoint of step 100 holds the rate of step 100, and before step 101 the schedule
+        must give this rate for step 100 again. Raises CheckFailed if the rate is 0, and WrongLearningRate if
+        the schedule is unchanged but gives another rate for the last step.
         """
         optimizer, rate = schedule.optimizer, schedule.rate(step)
         self._present = rate
@@ -107,7 +113,7 @@ class LearningRates:
 
 
 def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
-    """Raise CheckFailed unless each sample of the batch is in one mini-batch."""
+    """Raise CheckFailed unless each sample of the batch is in exactly one mini-batch."""
     planned = sorted(sample for minibatch in samples for sample in minibatch)
     if planned != list(range(len(batch))):
         counts = np.bincount(planned, minlength=len(batch))
@@ -119,7 +125,9 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
 
 
 class UpdateChecks:
-    """The checks of a model's updates in one step. For each update: `begin`, `micro_batch`, `end`.
+    """The checks of a model's updates in one step.
+
+    For each update, call `begin`, then `micro_batch` for each micro-batch, then `end`. The checks are:
 
     tokens      each token of the mini-batch counts once in the loss, with its own id and columns
     gradient    the gradient that arrives at the model's outputs is that of the loss. A factor that the
@@ -131,8 +139,8 @@ class UpdateChecks:
 
     Gradient and halves are compared for one micro-batch of each update.
 
-    is_first: whether the present weights computed the old outputs. size: mean absolute value of the old
-        outputs of a critic; 1 for log-probs.
+    is_first: whether the present weights computed the old outputs. size: for a critic, the mean absolute
+        value of the old outputs; 1 for log-probs.
     """
 
     def __init__(
@@ -151,23 +159,24 @@ class UpdateChecks:
         self._has_moved, self._num_equal = False, 0.0
 
     def begin(self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan) -> None:
-        """Prepare for an update. totals: denominators of the loss."""
+        """Prepare for an update. totals: the denominators of the loss."""
         self._loss, self._totals, self._plan = loss, totals, plan
         self._counted: list[Tensor] = []
         self._arrived: list[Tensor] = []
         self._halves: Tensor | None = None
-        """Loss of the micro-batch minus the losses of its halves, and the scale of the terms, float64 [2]."""
+        """Loss of the micro-batch minus the losses of its halves, and the size of the terms, float64 [2]."""
         self._is_watching = False
 
     def micro_batch(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and its metrics, with the TERMS of the checks, which `end` takes out again."""
+        """Return the loss and its metrics. The metrics contain the TERMS of the checks, which `end` removes
+        again."""
         value, metrics = self._loss(micro)
         if not self._is_watching and value.requires_grad:
             self._watch(micro, value)
         return value, metrics | dict(zip(TERMS, self._terms(micro), strict=True))
 
     def end(self, result: UpdateResult, *, lr: float) -> None:
-        """Check an update, and take TERMS out of its metrics. Collective over the world.
+        """Check an update, and remove TERMS from its metrics. Collective over the world.
 
         Raises WrongLearningRate, WrongGradient, WrongTokens or CheckFailed.
         """
@@ -178,7 +187,7 @@ class UpdateChecks:
         self._check_outputs(result, gap, compared, lr=lr)
 
     def _terms(self, micro: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the TERMS of a micro-batch, float64 []."""
+        """Return the TERMS of a micro-batch, one float64 scalar each."""
         counted = micro.mask > 0
         count = micro.mask.sum(dtype=torch.float64)
         positions = _codes(micro.column_index).to(micro.targets.device, torch.float64)
@@ -194,7 +203,7 @@ class UpdateChecks:
         return count / denominator, count * denominator, codes, gap, compared
 
     def _watch(self, micro: MicroBatch, value: Tensor) -> None:
-        """Compare the gradient and the halves of this micro-batch, if it has outputs."""
+        """Prepare the comparison of gradient and halves with this micro-batch, if it has outputs."""
         outputs = [x for x in micro.outputs.values() if x.requires_grad]
         if not outputs or not len(outputs[0]):
             return
@@ -207,7 +216,7 @@ class UpdateChecks:
 
     @torch.no_grad()
     def _split(self, micro: MicroBatch, value: Tensor, slopes: list[Tensor]) -> None:
-        """Note the loss of a micro-batch and of its halves, if it has two units of samples."""
+        """Record the losses of a micro-batch and of its halves, if it has at least two units of samples."""
         unit = self._batch.samples_per_unit
         middle = len(micro.samples) // unit // 2 * unit
         if not middle:
@@ -220,7 +229,7 @@ class UpdateChecks:
                 (slice(middle, None), slice(first, None)),
             )
         ]
-        # The terms of a loss may cancel, so the size of its gradient is added to the scale.
+        # The terms of a loss may cancel each other, so the size of its gradient is added to the scale.
         size = sum(half.abs() for half in of_halves) + sum(slope.abs().sum() for slope in slopes)
         self._halves = torch.stack((value.detach() - sum(of_halves), torch.as_tensor(size))).double()
 
@@ -253,11 +262,11 @@ class UpdateChecks:
     def _check_tokens(self, share: float, product: float, codes: float) -> None:
         """Raise WrongTokens unless every token of the mini-batch was counted once, with its id and columns.
 
-        Collective over the world if a token was not, to name the ranks.
+        If a token was not, a collective over the world finds the ranks, for the message.
         """
         planned = [_planned(self._batch, [i for micro in rank for i in micro]) for rank in self._plan]
         total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
-        # With unequal denominators the shares may still add up to 1, but the products are larger.
+        # If the denominators of ranks differ, the shares may still add up to 1, but the products are larger.
         is_whole = max(abs(share - 1.0), abs(product / max(total, 1.0) ** 2 - 1.0)) <= TOLERANCE
         if not total or (is_whole and codes == code):
             return
@@ -283,9 +292,9 @@ class UpdateChecks:
     def _check_outputs(self, result: UpdateResult, gap: float, compared: float, *, lr: float) -> None:
         """Check the outputs of an update's forward pass, and that the update moved weights. Not collective.
 
-        Raises CheckFailed if the first update of a step has other outputs than the old ones, if all outputs
-        of a later update equal the old ones although weights have moved, or if no weight changed although
-        there was a gradient.
+        Raises CheckFailed in three cases: the first update of a step has other outputs than the old outputs;
+        all outputs of a later update equal the old outputs although weights have moved; no weight changed
+        although there was a gradient.
         """
         peak_lr, dtype = self._schedule.optimizer.lr, self._model.weight_map.dtype
         eps = torch.finfo(dtype).eps
@@ -314,7 +323,7 @@ class UpdateChecks:
 
 
 def _part(micro: MicroBatch, samples: slice, tokens: slice) -> MicroBatch:
-    """Return the part of a micro-batch that a loss reads, for some samples."""
+    """Return a micro-batch with some of the samples, as far as a loss reads it."""
     return replace(
         micro,
         samples=micro.samples[samples],
@@ -328,7 +337,7 @@ def _part(micro: MicroBatch, samples: slice, tokens: slice) -> MicroBatch:
 
 
 def _planned(batch: Batch, samples: list[int]) -> tuple[float, int]:
-    """Return number and sum of codes of the counted tokens of the samples."""
+    """Return the number of counted tokens of the samples, and the sum of their codes."""
     if not samples:
         return 0.0, 0
     index = batch.tokens_of(samples)
@@ -339,12 +348,12 @@ def _planned(batch: Batch, samples: list[int]) -> tuple[float, int]:
 
 
 def _codes(index: Tensor) -> Tensor:
-    """Return a code of each position, int64 [n], 1 to NUM_CODES."""
+    """Return a code for each position, from 1 to NUM_CODES, int64 [n]."""
     return index * 40503 % NUM_CODES + 1
 
 
 def _contents(ids: Tensor, columns: dict[str, Tensor]) -> Tensor:
-    """Return a code of the id and the columns of each token, int64 [n], 0 to NUM_CONTENTS - 1."""
+    """Return a code for the id and the columns of each token, from 0 to NUM_CONTENTS - 1, int64 [n]."""
     code = ids.long() + 1
     for number, name in enumerate(sorted(columns), start=1):
         code = code + columns[name].float().view(torch.int32).long() * (40503 * number)
