@@ -1,2 +1,4 @@
-"""Advantages, policy losses, KL and aggregation: pure functions of tensors, without config and without
-collectives."""
+"""Advantages, policy losses, KL and aggregation: pure functions of tensors.
+
+They read no config and call no collectives.
+"""

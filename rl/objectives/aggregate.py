@@ -16,8 +16,8 @@ MODES = {
     "seq-mean-token-mean": "sum over samples of (mean over tokens) / num_samples (GRPO's paper)",
     "seq-mean-token-sum-norm": "sum over tokens / num_samples / `rollout.max_response_tokens` (Dr.GRPO)",
 }
-"""Name of each mean -> formula; the denominators belong to the whole mini-batch. The configuration reads this
-literal."""
+"""Name of each mean -> its formula. The denominators belong to the whole mini-batch. The configuration reads
+the names from this literal."""
 
 
 def aggregate(
@@ -33,10 +33,11 @@ def aggregate(
 ) -> Tensor:
     """Return this part's share of the mini-batch's loss.
 
-    The denominators belong to the whole mini-batch, over all micro-batches and data parallel ranks. If the
-    mini-batch is split into parts of whole samples, the parts' shares therefore sum to its loss, and their
-    gradients sum to its gradient. Sum the results over micro-batches and ranks; never average them. For
-    example, with token-mean a part with 10 of 40 tokens returns the sum over its tokens / 40.
+    The denominators belong to the whole mini-batch, over all micro-batches and data parallel ranks.
+    Therefore, if the mini-batch is split into parts of whole samples, the shares of the parts add up to its
+    loss, and their gradients add up to its gradient. Sum the results over micro-batches and ranks; never
+    average them. For example, with token-mean, a part with 10 of 40 tokens returns the sum over its tokens /
+    40.
 
         token-mean               sum over tokens / num_tokens
         token-sum                sum over tokens
@@ -55,10 +56,10 @@ def aggregate(
         lengths: int64 [B].
         mode: one of the above.
         num_tokens: unmasked tokens of the whole mini-batch.
-        num_samples: samples of the whole mini-batch. Whether samples without an unmasked token count is up to
-            the caller.
-        counts: floating [T], number of unmasked tokens in each token's sample, if other parts hold some of
-            them; None: they are counted here.
+        num_samples: samples of the whole mini-batch. The caller decides whether samples without an unmasked
+            token count.
+        counts: floating [T], for each token the number of unmasked tokens of its sample. Needed if another
+            part holds tokens of the same sample. None: the tokens are counted here.
         norm: a constant such as the maximum response length in tokens; seq-mean-token-sum-norm needs it.
 
     Returns:

@@ -1,14 +1,14 @@
-"""Covariance of log-probability and advantage: Clip-Cov and KL-Cov select tokens by it (arXiv:2505.22617).
+"""Covariance of log-probability and advantage, by which Clip-Cov and KL-Cov select tokens (arXiv:2505.22617).
 
-To first order a policy-gradient step lowers the entropy by this covariance, and a handful of tokens carries
-nearly all of it (table 1 there). For one token, with means over all the tokens (equation 10):
+To first order, a policy-gradient step lowers the entropy by this covariance, and a handful of tokens carries
+nearly all of it (table 1 of the paper). For one token, with means over all tokens, it is (equation 10):
 
     cov = (logprobs - mean logprobs) (advantages - mean advantages)
 
-The selection needs the whole mini-batch, over all micro-batches and ranks, and gives the same tokens on every
-rank for the same arguments; its result is then cut like `advantages`. verl selects within each micro-batch,
-so its result depends on the micro-batch's size. For example, 2e-4 of 1,000,000 tokens are 200 tokens here;
-250 micro-batches of 4,000 tokens would give one token each.
+The selection reads the whole mini-batch, over all micro-batches and ranks. Given the same arguments, it
+selects the same tokens on every rank. Its result is then cut into micro-batches like `advantages`. verl
+selects within each micro-batch, so its result depends on the size of the micro-batches. For example, 2e-4 of
+1,000,000 tokens are 200 tokens here. Within 250 micro-batches of 4,000 tokens, it would be one token each.
 """
 
 import torch

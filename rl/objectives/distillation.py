@@ -1,13 +1,13 @@
 """Distillation: divergences of the policy's distribution p from the teacher's q, at each token.
 
-A divergence is a function (log_p, log_q) -> (terms, slopes) of log-probs [T, V], or of a part [T, V/tp] of
-the vocabulary. The sum of `terms` over the vocabulary is the divergence D. `slopes` are p_i dD/dp_i, up to a
-multiple of p_i that is equal for all i. The gradient for the logits z of p is then
+A divergence is a function (log_p, log_q) -> (terms, slopes). The log-probs are [T, V], or [T, V/tp] for a
+part of the vocabulary. The sum of `terms` over the vocabulary is the divergence D. `slopes` are p_i dD/dp_i.
+A multiple c p_i, with the same c for all i, may be added to them. The gradient for the logits z of p is then
 
     dD/dz_i = slopes_i - p_i sum_j slopes_j
 
 A part of the vocabulary therefore needs only two sums per token from the other parts. Log-probs must be
-finite: a probability of 0 is given as a large negative number, the same in p and q, for example -1e20.
+finite. Give a probability of 0 as the same large negative log-prob in p and q, for example -1e20.
 """
 
 import math
@@ -33,7 +33,7 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
     """Return terms and slopes of KL(p || q) = sum_i p_i (log p_i - log q_i); dD/dz = p (log p - log q - D).
 
-    The policy keeps to tokens that the teacher finds likely (MiniLLM, arXiv:2306.08543).
+    The policy keeps to the tokens that the teacher finds likely (MiniLLM, arXiv:2306.08543).
     """
     terms = log_p.exp() * (log_p - log_q)
     return terms, terms
@@ -42,8 +42,9 @@ def reverse_kl(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 def jensen_shannon(log_p: Tensor, log_q: Tensor, *, beta: float) -> tuple[Tensor, Tensor]:
     """Return terms and slopes of beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p.
 
-    dD/dz = (1 - beta) p (log p/m - KL(p || m)). GKD (arXiv:2306.13649), section 2. Divided by beta or by
-    1 - beta it approaches forward_kl for beta -> 0, and reverse_kl for beta -> 1.
+    dD/dz = (1 - beta) p (log p/m - KL(p || m)). It is defined in section 2 of GKD (arXiv:2306.13649). For
+    beta -> 0, its quotient by beta approaches forward_kl. For beta -> 1, its quotient by 1 - beta approaches
+    reverse_kl.
     """
     log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
     mine = (1 - beta) * log_p.exp() * (log_p - log_m)
@@ -61,12 +62,12 @@ def divergence_of(name: str, beta: float) -> Divergence:
 
 
 def log_ratio_advantages(teacher_logprobs: Tensor, old_logprobs: Tensor, *, coef: float) -> Tensor:
-    """Return coef * log(q(y_t) / p(y_t)) of each token, [T]: the teacher's part of the advantages.
+    """Return coef * log(q(y_t) / p(y_t)) for each token, [T]: the term that a teacher adds to the advantages.
 
-    With samples of p its mean is -coef * KL(p || q) of the token's distribution, so that REINFORCE with it
-    follows the gradient of the reverse KL divergence of single tokens.
+    If the tokens were sampled from p, its mean is -coef * KL(p || q) for the distribution at the token.
+    Therefore REINFORCE with this advantage lowers the reverse KL divergence of single tokens.
 
-    teacher_logprobs, old_logprobs: log-probs of the tokens by the teacher and by the policy before the step's
-        updates, [T].
+    teacher_logprobs, old_logprobs: log-probs of the tokens by the teacher, and by the policy before the
+        updates of the step, [T].
     """
     return coef * (teacher_logprobs - old_logprobs)

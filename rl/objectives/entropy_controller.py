@@ -1,4 +1,5 @@
-"""The weight of the entropy bonus from step to step, steered so that the entropy stays above a target."""
+"""The weight of the entropy bonus, which changes from step to step so that the entropy stays above a
+target."""
 
 
 class EntropyController:
@@ -7,10 +8,11 @@ class EntropyController:
         weight_k = coef_k if entropy_k <= target, else 0
         coef_k+1 = coef_k + delta if entropy_k <= target, else coef_k - delta, within low .. high
 
-    entropy_k is the mean entropy per token of the step's samples before its updates. The bonus acts only in
-    steps with an entropy at or below the target, and the coefficient changes in every step. For example, with
-    coef=0.01, target=0.2 and delta=0.005, entropies of 0.1, 0.3 and 0.1 give the weights 0.01, 0 and 0.01.
-    The authors' code has the same bounds (`min_entropy_coeff`, `max_entropy_coeff`).
+    entropy_k is the mean entropy per token of the samples of step k, before the updates of the step. The
+    bonus acts only in steps whose entropy is at or below the target, but the coefficient changes in every
+    step. For example, with coef=0.01, target=0.2 and delta=0.005, entropies of 0.1, 0.3 and 0.1 give the
+    weights 0.01, 0 and 0.01. The authors' code has the same bounds (`min_entropy_coeff`,
+    `max_entropy_coeff`).
 
     The coefficient is a plain number on the host. Every rank updates its own with the same arguments, so all
     ranks have the same weight.

@@ -1,8 +1,9 @@
-"""Comparisons within groups of samples: the mathematics that the advantage estimators share.
+"""Comparisons within groups of samples: mathematics that several advantage estimators share.
 
-Shapes: `N` samples of the batch over all ranks, because one rank may hold only a part of a group; `P` groups.
-`groups` is int64 [N]: samples with the same number have the same prompt. Numbers, order and sizes of groups
-are arbitrary. For example, [7, 2, 7] is a group of two samples and a group of one.
+Shapes: `N` is the number of samples of the batch over all ranks, because one rank may hold only a part of a
+group. `P` is the number of groups. `groups` is int64 [N]: samples with the same number have the same prompt.
+Numbers, order and sizes of groups are arbitrary. For example, [7, 2, 7] is a group of two samples and a group
+of one.
 """
 
 import torch
@@ -12,10 +13,10 @@ from rl.objectives.segments import expand, segment_mean, segment_sum
 
 
 def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lay groups end to end; return (order int64 [N], rewards[order] float64 [N], sizes int64 [P]). Rewards
-    ascend within a group.
+    """Lay groups end to end, with ascending rewards in each group.
 
-    This order makes later sums bitwise independent of the order of the samples.
+    Returns (order int64 [N], rewards[order] float64 [N], sizes of groups int64 [P]). This order makes later
+    sums bitwise independent of the order of the samples.
     """
     assert rewards.shape == groups.shape and rewards.dim() == 1, (
         f"{tuple(rewards.shape)} rewards for {tuple(groups.shape)} group numbers"
@@ -29,8 +30,8 @@ def by_group(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def centered(ascending: Tensor, sizes: Tensor) -> Tensor:
     """Return rewards minus the mean of their group, float64 [N].
 
-    The least reward is subtracted first, so that equal rewards give exactly 0 in any dtype. A rounding error
-    of the mean would otherwise be divided by a standard deviation of nearly 0.
+    The smallest reward of the group is subtracted first, so that equal rewards give exactly 0 in any dtype.
+    Otherwise a rounding error of the mean would be divided by a standard deviation of nearly 0.
     """
     least = ascending[sizes.cumsum(0) - sizes]
     above = ascending - expand(least, sizes)
@@ -48,7 +49,7 @@ def divide(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def restore(grouped: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo the order of `by_group`."""
+    """Return grouped values in the original order, from before `by_group`."""
     advantages = torch.empty_like(grouped)
     advantages[order] = grouped
     return advantages.to(dtype)

@@ -1,7 +1,7 @@
 """Estimators of the KL divergence from the reference policy, per token.
 
-Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, NaN included: they are
-replaced before the first nonlinear operation, so neither value nor gradient sees them.
+Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, including NaN. They are
+replaced there before the first nonlinear operation, so they affect neither the value nor the gradient.
 """
 
 import torch
@@ -48,18 +48,18 @@ def kl(
         k3-weighted  ratio times k3, ratio = exp(logprobs - old_logprobs)  (DeepSeek-V3.2, arXiv:2512.02556,
                      equation 7)
 
-    These are estimates of the value. For a term of the loss the gradient counts. The mean gradient of k2 is
-    the gradient of KL(policy || reference), the mean gradient of k1 is 0, and k3 has the gradient of
-    KL(reference || policy). k1+ and k3+ have an unbiased value and the right gradient; they are verl's
-    estimators of the same names. k3-weighted has both also for tokens drawn from an older policy. By the
-    product rule the gradient of ratio times k3 is ratio times d, so it is computed as ratio times the
+    The remarks above are about the value. In a term of the loss, the gradient matters. The mean gradient of
+    k2 is the gradient of KL(policy || reference). The mean gradient of k1 is 0, and the mean gradient of k3
+    is the gradient of KL(reference || policy). k1+ and k3+ have an unbiased value and the right gradient;
+    verl has the same names for them. k3-weighted has both even for tokens drawn from an older policy. By the
+    product rule, the gradient of ratio times k3 is ratio times d, so it is computed as ratio times the
     gradient of k3+.
 
     For example, a token with d = 0.1 has k1 = 0.1, k2 = 0.005 and k3 = 0.0048.
 
-    k3 is clamped as in verl: -d to +- MAX_LOG_RATIO, and the result to MAX_K3. MAX_K3 binds for d < -2.6 and
-    d > 11. Such a token adds a constant 10 without a gradient, and k3 is then too small on average. k3+ has
-    the clamped value, but keeps the gradient d everywhere.
+    k3 is clamped as in verl: -d to +- MAX_LOG_RATIO, and the result to MAX_K3, which takes effect for d <
+    -2.6 and for d > 11. Such a token adds a constant 10 without a gradient, so the mean of k3 is then too
+    small. k3+ has the clamped value, but its gradient is d everywhere.
 
     Args:
         logprobs: floating [T], log-probabilities of the tokens under the policy.
@@ -91,6 +91,6 @@ def kl(
         return 0.5 * d.square()
     if estimator == "k3":
         log_ratio = (-d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        # expm1, because exp(x) - 1 - x has no digit left in float32 for the small x of a healthy run.
+        # expm1 is used because in float32 exp(x) - 1 - x loses all digits for the small x of a healthy run.
         return (torch.expm1(log_ratio) - log_ratio).clamp(max=MAX_K3)
     raise ValueError(f"KL estimator {estimator!r} is not one of {', '.join(ESTIMATORS)}")

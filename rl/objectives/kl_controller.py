@@ -1,6 +1,6 @@
-"""The weight of a KL penalty from step to step: fixed, or steered so that the divergence approaches a target.
+"""The weight of a KL penalty: fixed, or changed from step to step so that the divergence approaches a target.
 
-Both have the same interface: read `coef`, call `update` after each step, keep `state_dict` with the
+Both classes have the same interface: read `coef`, call `update` after each step, keep `state_dict` with the
 checkpoint. A weight is a plain number on the host. Every rank updates its own with the same arguments, so all
 ranks have the same weight.
 """
@@ -12,8 +12,10 @@ MAX_ERROR = 0.2
 
 
 class FixedKL:
-    """The constant weight of the configuration: `update` does not change it, and a checkpoint does not hold
-    it."""
+    """The constant weight of the configuration.
+
+    `update` does not change it, and checkpoints do not contain it.
+    """
 
     def __init__(self, coef: float) -> None:
         self.coef = coef
@@ -25,7 +27,7 @@ class FixedKL:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Also takes the state of an AdaptiveKL, and stays with the configuration's weight."""
+        """Accept any state, even the state of an AdaptiveKL, and keep the weight of the configuration."""
 
 
 class AdaptiveKL:
@@ -34,15 +36,15 @@ class AdaptiveKL:
         error = clip((current_kl - target) / target, -0.2, 0.2)
         coef  = coef (1 + error num_samples / horizon)
 
-    The paper's gain, 0.1 per update, is num_samples / horizon here, as in the paper's code
-    (lm-human-preferences) and in verl. The weight therefore changes by at most about a fifth over `horizon`
+    The paper has a gain of 0.1 per update. Here it is num_samples / horizon, as in the paper's code
+    (lm-human-preferences) and in verl. Therefore the weight changes by at most about a fifth over `horizon`
     samples, whatever the batch size. For example, 1,024 samples at twice the target or more, with a horizon
     of 10,000, raise the weight by 0.2 * 0.1024 = 2 %.
 
     Args:
-        init_coef: first weight, > 0: from 0 it could never move.
-        target: wanted divergence, > 0, in the units of `current_kl`. In the paper: 6 nats per sample. A run
-            takes nats per token, as verl does (its default: 0.1).
+        init_coef: first weight, > 0, because a weight of 0 could never change.
+        target: target of the divergence, > 0, in the unit of `current_kl`. The paper has 6 nats per sample. A
+            run of this project uses nats per token, as verl does (whose default is 0.1).
         horizon: samples, > 0. lm-human-preferences: 10000.
 
     Raises:
@@ -58,7 +60,7 @@ class AdaptiveKL:
         self.horizon = horizon
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Move the weight, once per step.
+        """Change the weight. Call it once per step.
 
         Args:
             current_kl: mean divergence of the step's samples, over all ranks.

@@ -1,4 +1,4 @@
-"""Log-ratios and statistics: the mathematics that the losses of `rl.objectives.losses` share."""
+"""Log-ratios and statistics: mathematics that the losses of `rl.objectives.losses` share."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ MAX_LOG_RATIO = 20.0
 bfloat16, so one outlier token cannot make the loss infinite."""
 
 TokenLoss = tuple[Tensor, dict[str, Tensor]]
-"""(loss of each token [T], statistics)."""
+"""Pair of the loss of each token, [T], and statistics by name."""
 
 
 def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -21,15 +21,15 @@ def off_policy_mask(
 
         M_t = 0  if A_t < 0 and mean over the sample's tokens of log(pi_sampling / pi) > bound,  else 1
 
-    Mistakes that the current policy would hardly make teach it little and can make the training unstable;
-    samples with a positive advantage remain. The mask multiplies the policy loss. The tokens keep their place
-    in the denominators, and the KL term and the entropy bonus are not masked, as in the paper.
+    If the current policy would hardly make a mistake, the mistake teaches it little and can make training
+    unstable. Tokens with a positive advantage remain. The mask multiplies the policy loss. As in the paper,
+    masked tokens still count in the denominators, and the KL term and the entropy bonus are not masked.
 
-    Shapes and conventions are as in `rl.objectives.losses`. A row of a trajectory is judged by itself.
+    Shapes and conventions are as in `rl.objectives.losses`. Each row of a trajectory is judged separately.
 
     Args:
-        sampling_logprobs: floating [T], the engine's log-probs if it returned any. The mean then includes the
-            difference between engine and trainer.
+        sampling_logprobs: floating [T], the log-probs of the engine if it returned them. The mean then
+            includes the difference between engine and trainer.
         bound: nats per token, > 0.
     """
     mask = mask.bool()

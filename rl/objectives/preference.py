@@ -1,8 +1,9 @@
-"""Losses of whole responses: pairs (DPO and kin, SimPO, ORPO), labels (KTO, PRIME) and win rates (SPPO).
+"""Losses of whole responses: for pairs (DPO and its variants, SimPO, ORPO), labels (KTO, PRIME) and win rates
+(SPPO).
 
 Shapes: `T` response tokens of `B` samples, flat; `lengths` int64 [B]. With pairs, samples 2k and 2k + 1 are
-the chosen and the rejected response to one prompt, `P = B / 2`. For example, B = 4 samples are P = 2 pairs:
-(0, 1) and (2, 3). At masked positions the inputs may hold anything, NaN included.
+the chosen and the rejected response to one prompt, and the number of pairs is `P = B / 2`. For example, B = 4
+samples are P = 2 pairs: (0, 1) and (2, 3). At masked positions the inputs may hold anything, including NaN.
 """
 
 from typing import Literal
@@ -27,7 +28,8 @@ def mean_logprobs(logprobs: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def counted(mask: Tensor, lengths: Tensor, *, unit: int = 1) -> Tensor:
-    """Return whether each sample enters the losses, bool [B]: all samples of its unit have an unmasked token.
+    """Return whether each sample enters the losses, bool [B]: whether all samples of its unit have an
+    unmasked token.
 
     A response without an unmasked token has a log-ratio of 0 for every policy. For example, a pair with such
     a response has no preference to learn. Losses take `log_ratios(...)[counted(...)]`, and divide by the
@@ -47,22 +49,24 @@ def pair_loss(
     label_smoothing: float = 0.0,
     gamma: float = 0.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each pair, with m = log-ratio of the chosen minus log-ratio of the rejected
-    response:
+    """Return the loss of each pair.
+
+    With m = log-ratio of the chosen response minus log-ratio of the rejected response, the loss is
 
         sigmoid  -(1 - s) log sigmoid(beta m) - s log sigmoid(-beta m)     DPO, arXiv:2305.18290, equation 7
         hinge    max(0, 1 - beta m)                                        SLiC, arXiv:2305.10425
         ipo      (m - 1 / (2 beta))^2                                      IPO, arXiv:2310.12036, equation 17
 
-    With s > 0 sigmoid is conservative DPO (the DPO paper's section on noisy labels). hinge compares DPO's
-    rewards, beta times the log-ratio. With `mean_logprobs` in place of log-ratios, and beta m - gamma in
-    place of beta m, sigmoid is the loss of SimPO (arXiv:2405.14734, equation 6).
+    s is `label_smoothing`. With s > 0, sigmoid is conservative DPO (the section on noisy labels in the DPO
+    paper). hinge compares the rewards of DPO, which are beta times the log-ratio. If `ratios` are
+    `mean_logprobs`, and beta m - gamma replaces beta m, then sigmoid is the loss of SimPO (arXiv:2405.14734,
+    equation 6).
 
     Args:
         ratios: floating [B], `log_ratios` of chosen and rejected responses in turn.
         beta: > 0.
         label_smoothing: s in [0, 0.5), sigmoid only.
-        gamma: wanted margin, sigmoid only.
+        gamma: required margin, sigmoid only.
 
     Returns:
         [P], and sums over the pairs without a graph: `accuracy` (pairs with m > 0), `margin` (beta m),
@@ -74,7 +78,7 @@ def pair_loss(
     chosen, rejected = ratios.view(-1, 2).unbind(1)
     margin = chosen - rejected
     if loss == "sigmoid":
-        # logsigmoid, not log of sigmoid: exact where the margin is far from 0.
+        # logsigmoid, unlike the log of sigmoid, is exact where the margin is far from 0.
         logits = beta * margin - gamma
         value = -(1 - label_smoothing) * F.logsigmoid(logits) - label_smoothing * F.logsigmoid(-logits)
     elif loss == "hinge":
@@ -97,7 +101,7 @@ def mean_of_pairs(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return this part's share of the mean over the mini-batch's pairs, and the metrics.
 
-    value, stats: results of `pair_loss` or `orpo_loss`, from inputs of 0 for pairs that do not enter.
+    value, stats: results of `pair_loss` or `orpo_loss`, whose inputs were 0 for pairs that do not enter.
     enters: bool [B], `counted` with unit=2. num_pairs: pairs of the whole mini-batch that enter.
     """
     total = torch.where(enters[::2], value, 0.0).sum() / num_pairs
@@ -107,13 +111,13 @@ def mean_of_pairs(
 
 
 def orpo_loss(means: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss of each pair, from likelihood and odds ratio (ORPO, arXiv:2403.07691,
-    equations 6 and 7).
+    """Return the loss of each pair, from likelihood and odds ratio (ORPO, arXiv:2403.07691, equations 6 and
+    7).
 
         -log P(chosen) - beta log sigmoid(log odds(chosen) - log odds(rejected))
         log P(y) = log pi(y) / |y|,   odds(y) = P(y) / (1 - P(y))
 
-    TRL's first term is the mean over all tokens of the batch, including the prompts.
+    In TRL, the first term is instead the mean over all tokens of the batch, including the prompts.
 
     Args:
         means: floating [B], `mean_logprobs` of chosen and rejected responses in turn.
@@ -124,7 +128,7 @@ def orpo_loss(means: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]
         likely), `nll` (first term), `log_odds_ratio`.
     """
     chosen, rejected = means.view(-1, 2).unbind(1)
-    # A probability of 1 has infinite odds; the bound keeps value and gradient finite.
+    # A probability of 1 has infinite odds. The bound keeps value and gradient finite.
     log_odds = means - torch.log(-torch.expm1(means.clamp(max=-1e-6)))
     ratio = log_odds[::2] - log_odds[1::2]
     stats = {"accuracy": (chosen > rejected).to(means.dtype), "nll": -chosen, "log_odds_ratio": ratio}
@@ -185,8 +189,9 @@ def sppo_loss(ratios: Tensor, win_rates: Tensor, *, eta: float) -> Tensor:
 
 @torch.no_grad()
 def win_rates(scores: Tensor, groups: Tensor) -> Tensor:
-    """Return P(y beats pi_t), estimated over the group: the share of the other responses that score lower,
-    ties counting half.
+    """Return P(y beats pi_t), estimated over the group.
+
+    It is the share of the other responses that score lower; a tie counts half.
 
     scores: floating [N]; groups: int64 [N], any numbers in any order. Returns [N]; a group of one gives 1/2.
     SPPO takes P(y beats y') from a preference model; here the response with the higher score wins. For

@@ -1,7 +1,7 @@
-"""Rewards, returns and whitening per token: the mathematics that the estimators with `PER_TOKEN` share.
+"""Rewards, returns and whitening per token: mathematics that the estimators with `PER_TOKEN` share.
 
 Shapes and conventions are as in `rl.objectives.advantages`: `N` samples, `T` response tokens, `T'` unmasked
-tokens. Functions first drop the masked tokens, so that no formula below contains a mask.
+tokens. The functions drop the masked tokens first. Therefore no formula below contains a mask.
 """
 
 import torch
@@ -29,8 +29,9 @@ def place_at_end(scores: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def returns(token_rewards: Tensor, lengths: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
-    """Return the discounted reward to go, [T]: G_t = r_t + gamma * G_{t+1} over the unmasked tokens of a
-    response.
+    """Return the discounted reward to go of each token, [T].
+
+    It is G_t = r_t + gamma * G_{t+1} over the unmasked tokens of a response.
 
     For example, token rewards of 0, 0, 1 with gamma=0.5 give 0.25, 0.5, 1.
 
@@ -59,7 +60,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-
     Args:
         x: floating [T].
         mask: bool or 0/1 [T].
-        shift_mean: leave the mean at 0; otherwise it is added again.
+        shift_mean: whether the result has the mean 0; otherwise the mean of x is added again.
         eps: added to the variance.
     """
     keep = mask.bool()
@@ -73,8 +74,10 @@ def require_fraction(name: str, value: float) -> None:
 
 
 def kept(lengths: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (keep bool [T], number of kept tokens of each sample int64 [N]). RuntimeError if lengths do not
-    sum to T."""
+    """Return (keep bool [T], number of kept tokens of each sample int64 [N]).
+
+    Raises RuntimeError if the lengths do not add up to T.
+    """
     keep = mask.bool()
     return keep, segment_sum(keep.double(), lengths).long()
 
@@ -95,15 +98,16 @@ def tokens_after(counts: Tensor) -> Tensor:
 def reward_to_go(x: Tensor, counts: Tensor, discount: float) -> Tensor:
     """Return y_t = x_t + discount * y_{t+1} within each sample: float64 [T'] -> [T'].
 
-    The sums are computed by doubling. If y_t holds the first `reach` terms from t on, adding discount^reach *
-    y_{t+reach} doubles their number. This takes log2(longest response) passes over flat tensors without
-    padding; the recurrence would take a kernel per position. For example, 1,000 tokens take 10 passes.
+    The sums are computed by doubling: if y_t holds the first `reach` terms from t on, adding discount^reach *
+    y_{t+reach} doubles the number of terms. This takes log2(longest response) passes over flat tensors
+    without padding. The recurrence itself would need one kernel per position. For example, 1,000 tokens take
+    10 passes.
     """
     after = tokens_after(counts)
     longest = int(counts.max()) if len(counts) else 0
     y, reach = x.clone(), 1
     while reach < longest:
-        # `where`, not a product with 0: NaN in one sample must not reach the sample before it.
+        # `where` is used instead of a product with 0, because NaN must not spread to the sample before.
         y[:-reach] += torch.where(after[:-reach] >= reach, y[reach:], 0.0) * discount**reach
         reach *= 2
     return y
@@ -113,8 +117,8 @@ def whiten_kept(x: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Ten
     """Whiten float64 [T'] without masked tokens; see `whiten`."""
     if len(x) < 2:
         return torch.zeros_like(x)
-    # Against the first token: equal numbers then give exactly 0, where a rounding error of the mean would
-    # become 1e4 times larger.
+    # The first token is subtracted, so that equal numbers give exactly 0. Otherwise a rounding error of the
+    # mean would become 1e4 times larger.
     relative = x - x[0]
     centered = relative - relative.mean()
     whitened = centered * torch.rsqrt(centered.square().sum() / (len(x) - 1) + eps)

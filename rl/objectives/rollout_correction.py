@@ -1,23 +1,23 @@
 """Importance weights, rejection and metrics for the mismatch between engine and trainer at the same weights.
 
-Kernels, precision and expert routing of engine and trainer differ. The tokens are therefore drawn from
-another policy than the one that gets the gradient, and training that ignores the difference can collapse (Yao
+Kernels, precision and expert routing of engine and trainer differ. Therefore the tokens are drawn from
+another policy than the policy that gets the gradient. Training that ignores the difference can collapse (Yao
 et al., 'Your efficient RL framework secretly brings you off-policy RL training',
 https://fengyao.notion.site/off-policy-rl; Liu et al., 'When speed kills stability',
 https://richardli.xyz/rl-collapse). Importance sampling weighs a token's loss by
 
     w = exp(old_logprobs - rollout_logprobs)          trainer over engine
 
-The functions here bound these weights, or mask tokens. For example, a token with probability 0.2 in the
+The functions here bound these weights, or mask tokens. For example, a token with the probability 0.2 in the
 trainer and 0.1 in the engine has w = 2. The functions run once on the whole batch of a step, before any
-update; the results are constants, [T], cut into micro-batches like `advantages`. Weights multiply
+update. Their results are constants, [T], which are cut into micro-batches like `advantages`. Weights multiply
 `token_loss`.
 
 Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] is the number of tokens of
 each sample, zeros allowed. All functions take:
 
-    old_logprobs: floating [T], the trainer's, at the weights that sampled.
-    rollout_logprobs: floating [T], the engine's, after temperature and truncation.
+    old_logprobs: floating [T], log-probs of the trainer with the weights that sampled.
+    rollout_logprobs: floating [T], log-probs of the engine, after temperature and truncation.
     mask: bool or 0/1 [T], the tokens that count.
 
 At masked positions the log-probabilities may hold anything, NaN included. Log-ratios, of tokens or of whole
@@ -35,7 +35,7 @@ from rl.objectives.returns import put_back, reward_to_go, tokens_after
 from rl.objectives.segments import expand, segment_sum
 
 USUAL_UPPER = 2.0
-"""verl's default for the truncation of weights."""
+"""Upper bound of truncated weights that is verl's default."""
 
 Level = Literal["token", "sequence"]
 Statistic = Literal["k1", "k2", "k3"]
@@ -43,11 +43,11 @@ Statistic = Literal["k1", "k2", "k3"]
 
 @torch.no_grad()
 def token_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, *, upper: float) -> Tensor:
-    """Return truncated importance weights per token (TIS, Yao et al.): min(w, upper), 0 at masked positions;
-    [T].
+    """Return truncated importance weights per token, [T]: min(w, upper), and 0 at masked positions (TIS, Yao
+    et al.).
 
-    The weights have a low variance, but are biased: a token's weight ignores the tokens before it. verl's
-    `upper` is 2. For example, w = 0.5 and w = 3 give weights of 0.5 and 2.
+    The weights have a low variance, but are biased, because the weight of a token ignores the tokens before
+    it. In verl, `upper` is 2. For example, w = 0.5 and w = 3 give weights of 0.5 and 2.
 
     Raises:
         ValueError: upper is not positive.
@@ -63,11 +63,11 @@ def token_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
 def sequence_weights(
     old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, mask: Tensor, *, upper: float
 ) -> Tensor:
-    """Return truncated importance weights per sample: min(product of w over the sample, upper) on each of its
-    unmasked tokens.
+    """Return truncated importance weights per sample, [T].
 
-    Only the truncation adds a bias. The variance grows with the length of the sample. 0 at masked positions;
-    [T].
+    Each unmasked token of a sample has the weight min(product of w over the sample, upper); masked positions
+    have
+    0. Only the truncation adds a bias. The variance grows with the length of the sample.
 
     Raises:
         ValueError: upper is not positive.
@@ -90,7 +90,7 @@ def icepop(
     high: float,
     level: Literal["token", "prefix", "sequence"] = "token",
 ) -> Tensor:
-    """Return importance weights, [T]; 0 where a weight is out of bounds, and at masked positions.
+    """Return importance weights, [T]. A weight out of bounds becomes 0. Masked positions have 0.
 
         token     w where low <= w <= high: IcePop (Ring-1T, arXiv:2510.18855), with 0.5 and 5
         prefix    w where the geometric mean of w from the sample's first token to this one is within the
@@ -98,12 +98,12 @@ def icepop(
         sequence  the product of w over the sample, where it is within the bounds: TRL's sequence_mask, with
                   no lower bound and 3
 
-    A token with a weight of 0 still counts in the denominators of the loss; a token that `reject` masks does
-    not. Use `reject` to mask whole samples by their geometric mean, without weights. For example, with bounds
-    of 0.5 and 5 a token with w = 6 has the weight 0.
+    For example, with bounds of 0.5 and 5, a token with w = 6 has the weight 0. Such a token still counts in
+    the denominators of the loss, but a token that `reject` masks does not. Use `reject` to mask whole samples
+    by their geometric mean, without weights.
 
     Raises:
-        ValueError: 1 is not within the bounds; it is the weight of a token on which engine and trainer agree.
+        ValueError: 1 is not within the bounds. A token has this weight if engine and trainer agree on it.
     """
     if not 0 <= low <= 1 <= high:
         raise ValueError(
@@ -123,7 +123,7 @@ def icepop(
 def _prefix_means(x: Tensor, lengths: Tensor, mask: Tensor) -> Tensor:
     """Return the mean over the unmasked tokens from the sample's first one to each token, [T]."""
     keep, counts = kept_tokens(lengths, mask)
-    # In reversed order, earlier tokens are later ones.
+    # Reverse the order, so that the sum over later tokens becomes the sum over earlier tokens.
     backwards = counts.flip(0)
     sums = reward_to_go(x[keep].double().flip(0), backwards, 1.0)
     return put_back((sums / (tokens_after(backwards) + 1)).flip(0), keep, x.dtype)
@@ -141,19 +141,20 @@ def reject(
     low: float,
     high: float,
 ) -> Tensor:
-    """Return the mask without tokens, or whole samples, with a divergence outside of low .. high.
+    """Return the mask without the tokens, or without the whole samples, whose divergence is outside of low ..
+    high.
 
-    Estimates of KL(engine || trainer) of a token, with x = log w (Schulman,
+    The divergence is an estimate of KL(engine || trainer), for a token with x = log w (Schulman,
     http://joschu.net/blog/kl-approx.html):
 
         k1   -x                    below 0 where the trainer's probability is larger
         k2   x^2 / 2
         k3   exp(x) - 1 - x
 
-    level "token" judges each token by itself (verl's token_k1 ..), "sequence" each sample by the mean over
-    its unmasked tokens (seq_mean_k1 ..). The statistic is a mean, because a sum would reject long samples for
-    being long: for example, 0.001 nats per token add up to 10 nats over 10,000 tokens. For "sequence" and
-    "k1" the statistic is the log of one over the geometric mean of w.
+    The level "token" judges each token by its own estimate (verl's token_k1 ..). The level "sequence" judges
+    each sample by the mean over its unmasked tokens (seq_mean_k1 ..). It is a mean, because a sum would
+    reject long samples only for their length: for example, 0.001 nats per token add up to 10 nats over 10,000
+    tokens. With "sequence" and "k1", a sample's divergence is the log of 1 / (geometric mean of w).
 
     Args:
         level, statistic: see above.
@@ -164,8 +165,8 @@ def reject(
         [T], the dtype of `mask`. A token without a finite log-probability is outside of any bounds.
 
     Raises:
-        ValueError: unknown level or statistic, or 0 is not within the bounds; 0 is the divergence where
-            engine and trainer agree.
+        ValueError: unknown level or statistic, or 0 is not within the bounds. The divergence is 0 if engine
+            and trainer agree.
     """
     if not low <= 0 <= high:
         raise ValueError(
@@ -174,7 +175,8 @@ def reject(
         )
     kept = mask.bool()
     log_ratio = torch.where(kept, old_logprobs - rollout_logprobs, 0.0)
-    # An infinite ratio must not be clamped: engine or trainer gives the token a probability of 0.
+    # An infinite ratio must not be clamped. It means that engine or trainer gives the token a probability of
+    # 0.
     broken = ~log_ratio.isfinite()
     divergence = _divergence(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), statistic).masked_fill(
         broken, float("nan")
@@ -216,20 +218,21 @@ def metrics(
 ) -> dict[str, float]:
     """Measure how far engine and trainer are apart, under verl's names with its prefix `rollout_corr/`.
 
-    Of tokens, means over all unmasked tokens:
+    Statistics of tokens, as means over all unmasked tokens:
         kl, k3_kl: k1 and k3 estimates of KL(engine || trainer), nats.
         chi2_token: w^2 - 1, the chi-squared divergence.
         rollout_is_mean, _std, _min, _max: of w before any truncation. The mean is 1 up to noise if
             `rollout_logprobs` belong to the distribution sampled from; another mean shows a bug. (verl takes
             the std of truncated weights.)
-        rollout_is_eff_sample_size: (mean w)^2 / mean w^2, the share of the batch that is left, 0 to 1.
-    Of samples, means over samples with an unmasked token; ppl is exp(-mean log-probability of its tokens):
-        training_ppl, training_log_ppl, rollout_ppl, rollout_log_ppl: of the trainer and of the engine.
+        rollout_is_eff_sample_size: (mean w)^2 / mean w^2, the effective share of the batch, 0 to 1.
+    Statistics of samples, as means over samples with an unmasked token; ppl is exp(-mean log-prob of its
+        tokens): training_ppl, training_log_ppl, rollout_ppl, rollout_log_ppl: of the trainer and of the
+        engine.
         ppl_ratio: training ppl / rollout ppl.
         log_ppl_diff, log_ppl_abs_diff, log_ppl_diff_max, log_ppl_diff_min: log of ppl_ratio.
         chi2_seq: (product of w)^2 - 1.
-    Of weights before truncation, at `level`: w of a token, or the product of w over a sample on each of its
-    tokens. High is above `upper`, low below 1 / upper.
+    Statistics of weights before truncation, at `level`: the weight of a token is its w, or the product of w
+    over its sample. A weight is high above `upper`, and low below 1 / upper.
         rollout_is_ratio_fraction_high, _low: share of the tokens, or samples, with a high or low weight.
         rollout_is_seq_mean, _std, _min, _max: of the samples' mean weights; the std is unbiased, 0 for one
             sample.
@@ -316,9 +319,9 @@ def criterion_metrics(
 ) -> dict[str, float]:
     """Measure one criterion of `reject`, under verl's names `rollout_corr/rollout_rs_<criterion>_*`.
 
-    <criterion> is token_k1 .. token_k3 or seq_mean_k1 .. seq_mean_k3. The divergence of a token is its own,
-    or for seq_mean the mean over its sample. Only samples with an unmasked token count.
-        mean, std: over the unmasked tokens; the std of the divergence cut to the bounds.
+    <criterion> is token_k1 .. token_k3 or seq_mean_k1 .. seq_mean_k3. The divergence of a token is its own
+    estimate, or, for seq_mean, the mean over its sample. Only samples with an unmasked token count.
+        mean, std: over the unmasked tokens. For the std, the divergence is clamped to the bounds.
         max, min, fraction_high, fraction_low: over the tokens, or samples, that the criterion judges; the
             fractions are above `high` and below `low`.
         seq_mean, seq_std, seq_max, seq_min, seq_max_deviation, seq_fraction_high, seq_fraction_low: over the
@@ -362,9 +365,10 @@ def criterion_metrics(
 
 @torch.no_grad()
 def rejection_metrics(lengths: Tensor, mask: Tensor, kept: Tensor) -> dict[str, float]:
-    """Return the share of unmasked tokens that the criteria together reject, and of samples that lose any.
+    """Return the share of unmasked tokens that all criteria together reject, and the share of samples that
+    lose any.
 
-    Their names are verl's, `rollout_corr/rollout_rs_masked_fraction` and `rollout_rs_seq_masked_fraction`.
+    The names are verl's, `rollout_corr/rollout_rs_masked_fraction` and `rollout_rs_seq_masked_fraction`.
     `mask` and `kept` [T]: before and after. Returns an empty dict if no token is unmasked.
     """
     if not mask.any():

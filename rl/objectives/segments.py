@@ -3,11 +3,12 @@
 Shapes: `T` response tokens of `B` samples, laid end to end; `lengths` int64 [B] is the number of tokens of
 each sample, zeros allowed.
 
-Each obvious implementation has a fault. `index_add` and the backward pass of `repeat_interleave` add with
-atomics on CUDA, so the result changes from run to run. A difference of `cumsum` loses digits and carries a
-NaN of one sample into all later ones. `torch.segment_reduce` sums each segment in a fixed order, but rejects
-B == 0, and its own backward pass walks a segment with a single thread on CUDA. A segment sum and `expand` are
-each other's transpose, so here each is the other's backward pass. Both are deterministic and differentiable
+A segment is the tokens of one sample. Each obvious implementation of a segment sum has a fault. `index_add`
+and the backward pass of `repeat_interleave` use atomic additions on CUDA, so the result changes from run to
+run. A difference of `cumsum` loses digits and carries a NaN from one sample into all later samples.
+`torch.segment_reduce` sums each segment in a fixed order. But it rejects B == 0, and on CUDA its own backward
+pass walks through a segment with a single thread. The segment sum and `expand` are transposes of each other.
+Therefore each of them is used as the backward pass of the other. Both are deterministic, and differentiable
 any number of times. For example, with lengths [2, 1] the sum of [1, 2, 3] is [3, 3], and `expand` turns [5,
 7] into [5, 5, 7].
 """
@@ -47,7 +48,7 @@ def _reduce(x: Tensor, lengths: Tensor) -> Tensor:
     if len(lengths) == 0:
         assert len(x) == 0, f"{len(x)} tokens, but no sample to hold them"
         return x.new_zeros(0)
-    # float64: the order within a segment is fixed and serial on CPU, so float32 would lose digits on long
+    # float64 is used because on CPU the sum of a segment is serial, so float32 would lose digits on long
     # responses. segment_reduce checks that lengths are not negative and sum to T. On CUDA the check is
     # off, because it would make the host wait for the device.
     x64 = x.contiguous().double()

@@ -8,13 +8,13 @@ from torch import Tensor
 def select_tokens(entropy: Tensor, mask: Tensor, *, top_entropy: float) -> Tensor:
     """Return the tokens with the highest entropy of the mini-batch, bool [T].
 
-    The few tokens that decide the direction of a response have a high entropy; the policy loss of all other
-    tokens is set to 0. These still count in the denominators, as in the paper and in TRL
-    (`top_entropy_quantile`). KL term and entropy bonus count all tokens; TRL's bonus counts the selected
-    tokens. For example, top_entropy=0.2 selects 200 of 1,000 tokens.
+    The few tokens that decide the direction of a response have a high entropy. The policy loss of all other
+    tokens is set to 0. These other tokens still count in the denominators, as in the paper and in TRL
+    (`top_entropy_quantile`). The KL term and the entropy bonus count all tokens; in TRL, the bonus counts
+    only the selected tokens. For example, top_entropy=0.2 selects 200 of 1,000 tokens.
 
-    The threshold is the entropy of the token number max(1, floor(top_entropy * unmasked tokens)) in
-    descending order; all tokens with this entropy are selected.
+    The tokens are sorted by descending entropy. The threshold is the entropy of token number max(1,
+    floor(top_entropy * unmasked tokens)). All tokens with at least this entropy are selected.
 
     Args:
         entropy: floating [T], T tokens of the whole mini-batch, under the current weights.

@@ -1,7 +1,7 @@
 """Loss of the critic per token, and the share of the returns' variance that it explains.
 
-Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, NaN included: they are
-replaced before the first nonlinear operation, so neither value nor gradient sees them.
+Shapes: `T` response tokens, flat. At masked positions the inputs may hold anything, including NaN. They are
+replaced there before the first nonlinear operation, so they affect neither the value nor the gradient.
 """
 
 import torch
@@ -17,10 +17,10 @@ def value_loss(
 
         loss = 1/2 max((values - returns)^2, (clip(values, old_values - clip, old_values + clip) - returns)^2)
 
-    The clip of OpenAI's PPO (baselines, ppo2; Engstrom et al., arXiv:2005.12729, section 3), with verl's
-    factor of 1/2. A value that has moved more than `clip` towards its return gets no gradient; a value that
-    has moved away keeps its gradient. For example, with clip=0.2, an old value of 0.5 and a return of 1, a
-    value of 0.8 gets no gradient.
+    This is the clip of OpenAI's PPO (baselines, ppo2; Engstrom et al., arXiv:2005.12729, section 3), with
+    verl's factor of 1/2. A value that has moved by more than `clip` towards its return gets no gradient. A
+    value that has moved away from its return keeps its gradient. For example, with clip=0.2, an old value of
+    0.5 and a return of 1, a value of 0.8 gets no gradient.
 
     Args:
         values: floating [T], of the critic being trained.
@@ -53,10 +53,10 @@ def value_loss(
 
 @torch.no_grad()
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> float:
-    """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one, negative
-    for a worse one.
+    """Return 1 - Var(returns - values) / Var(returns).
 
-    It is computed over the whole batch, because the fractions of parts do not average to it.
+    It is 1 for a perfect critic, 0 for a constant critic, and negative for a worse critic. It must be
+    computed over the whole batch: the mean of the fractions of parts is another number.
 
     Args:
         values: floating [T], of the critic before its update, so that the values do not depend on these
