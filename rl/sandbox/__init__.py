@@ -1,1 +1,1 @@
-"""Running untrusted programs with limits on time, memory, files and system calls."""
+"""Runs untrusted programs with limits on time, memory, files and system calls."""

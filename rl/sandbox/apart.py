@@ -1,16 +1,17 @@
-"""Run test code in one process and the program that it tests in another.
+"""Runs test code in one process, and the program that it tests in another process.
 
-A program in the tests' process could read the expected values, replace `==` and write the result itself. Here
-the names that the tests use and the program defines are stand-ins: a call sends its arguments to the
-program's process and receives plain values (numbers, text, containers, and what `_WIRE` names). Objects of
-the program stay there; attributes, methods and items of them are calls too. `==` between such an object and a
-value of the tests is False, and arithmetic and order between the two fail, because the program would receive
-the expected value and decide the result.
+In the process of the tests, a program could read the expected values, replace `==` and write the result
+itself. Therefore the tests get stand-ins for the names that the program defines. A call of a stand-in sends
+its arguments to the program's process and receives plain values: numbers, text, containers, and the types
+that `_WIRE` names. Objects of the program stay in its process, and access to their attributes, methods and
+items is a call, too. `==` between such an object and a value of the tests is False, and arithmetic and order
+comparisons between them fail. Otherwise the program would receive the expected value and could decide the
+result.
 
 Some tests cannot run apart. For example, they import packages outside the standard library, are asynchronous,
-derive classes from the program's, or give it functions or objects of their own. Their answer is TOGETHER. The
-program must not be able to cause it: names that the tests import, classes of Python and what the program
-raised do not count.
+derive classes from the program's classes, or pass their own functions or objects to the program. The answer
+of such tests is TOGETHER. The program must not be able to cause this answer. Therefore names that the tests
+import, classes of Python, and exceptions that the program raised do not lead to it.
 """
 
 import json
@@ -21,9 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from rl.sandbox.sandbox import ProgramOutcome
 
 TOGETHER = "together"
-"""Answer of tests that need the program in their own process."""
+"""Answer of tests that need the program in the same process."""
 
-# Both sides. A value is plain JSON, or a list of a tag and its parts.
+# Code that both processes run. A value is sent as plain JSON, or as a list of a tag and the parts of the
+# value.
 _WIRE = """
 import ast, builtins, collections, decimal, fractions, importlib, json, operator, os, sys, types
 sys.set_int_max_str_digits(0)
@@ -250,13 +252,15 @@ def run_apart(
     prelude: str,
     is_container: bool,
 ) -> ProgramOutcome:
-    """Run test code beside a program; return the tests' outcome, or the program's if it exceeded a limit.
+    """Run test code beside a program. Return the outcome of the tests, or of the program if it exceeded a
+    limit.
 
     Args:
         run: `run_program`, or `run_program_in` for a container, with its settings.
-        token: printed by the tests after they have passed.
-        prelude: code run before the program, and before the tests.
-        is_container: the tests start the program themselves, which the sandbox does not permit.
+        token: text that the tests print after they have passed.
+        prelude: code that runs before the program and before the tests.
+        is_container: whether `run` uses a container. In a container the tests start the program themselves,
+            which the sandbox does not permit.
     """
     tests = {"prelude": prelude, "test": test, "token": token}
     if is_container:

@@ -1,17 +1,18 @@
-"""Script started by `sandbox.run_program`: confine one untrusted program, watch it, and clean up.
+"""Script that `sandbox.run_program` starts: confines one untrusted program, watches it, and cleans up.
 
 `sandbox.run_program` starts `python -I -S child.py PARENT_PIPE` and writes one line of JSON to it. This
-process, the watcher, forks; the fork confines itself and becomes the program (execve). The watcher collects
-the output, ends the program at its limits, kills all descendants, removes the program's directory and prints
-one line of JSON. It also ends and cleans up when PARENT_PIPE is closed, because the calling process is then
-gone.
+process is the watcher. It forks, and the fork confines itself and becomes the program (execve). The watcher
+collects the output, ends the program at its limits, kills all descendants, removes the program's directory
+and prints one line of JSON. If PARENT_PIPE is closed, the calling process is gone. Then the watcher ends the
+program and cleans up, too.
 
-It imports only the standard library, because `-I` finds no package and a start must take milliseconds.
+The script imports only the standard library, because `-I` finds no package and a start must take
+milliseconds.
 
 The program is confined by these layers (`sandbox` declares what is allowed). None of them needs root.
 
 seccomp     a filter of system calls
-landlock    rules for paths; needs Linux 6.2, before which a readable file could be truncated
+landlock    rules for paths; needs Linux 6.2, because before it a readable file could be truncated
 namespaces  if one of the two is missing: user, mount, network, IPC and PID namespaces with a read-only root
             and a file system of limited size for the program's directory
 
@@ -51,14 +52,18 @@ def limit_resources(limits: dict[str, Any]) -> None:
         resource.RLIMIT_STACK: 8 * mib,  # default for each thread, within RLIMIT_AS
     }
     kernel.set_limits(wanted)
-    # The soft limit sends SIGXCPU, which the program may ignore; the hard one, a second later, sends SIGKILL.
+    # At the soft limit the kernel sends SIGXCPU, which the program may ignore. A second later, at the hard
+    # limit, it sends SIGKILL.
     resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
 
 
 def become_program(
     job: dict[str, Any], box: str, root: str, fds: tuple[int, int, int], failed: int, watcher: int
 ) -> None:
-    """Confine this process, the watcher's fork, and execve the program. Never returns; raises on failure."""
+    """Confine this process, which is the watcher's fork, and execve the program.
+
+    It never returns, and raises on failure.
+    """
     os.setsid()
     namespaces = "namespaces" in job["layers"]
     kernel.prctl(kernel.PR_SET_PDEATHSIG, "parent-death signal", int(signal.SIGKILL))
@@ -107,9 +112,10 @@ def count_tasks() -> int:
 
 
 def exceeds(box: str, *, max_files: int, max_bytes: int) -> bool:
-    """Return whether the program holds more files or bytes; examine at most `max_files` entries of `box`.
+    """Return whether the program holds more than `max_files` files or `max_bytes` bytes.
 
-    A directory that cannot be read is an excess, because its contents cannot be counted.
+    It examines at most `max_files` entries of `box`. A directory that cannot be read counts as an excess,
+    because its contents cannot be counted.
     """
     files, size, waiting = 0, unlinked_bytes(box, max_bytes), [box]
     while waiting:
@@ -131,7 +137,8 @@ def exceeds(box: str, *, max_files: int, max_bytes: int) -> bool:
 
 
 def unlinked_bytes(box: str, max_bytes: int) -> int:
-    """Return the bytes of unlinked files that descendants hold open; more than `max_bytes` if unknown."""
+    """Return the bytes of unlinked files that descendants hold open; a number above `max_bytes` if
+    unknown."""
     sizes: dict[int, int] = {}
     mapped: set[int] = set()
     ended = (FileNotFoundError, ProcessLookupError, PermissionError)
@@ -139,7 +146,7 @@ def unlinked_bytes(box: str, max_bytes: int) -> int:
         maps: list[str] = []
         with contextlib.suppress(*ended):
             for thread in os.listdir(f"/proc/{pid}/task"):  # a thread may have descriptors of its own
-                with contextlib.suppress(*ended):  # of the others the rest is still counted
+                with contextlib.suppress(*ended):  # go on with the others
                     found = f"/proc/{pid}/task/{thread}"
                     sizes |= _unlinked_in(f"{found}/fd")
                     if not maps:  # the first thread maps nothing after its end
@@ -148,7 +155,7 @@ def unlinked_bytes(box: str, max_bytes: int) -> int:
         for line in maps:
             if line.endswith(" (deleted)\n") and f" {box}/" in line:
                 mapped.add(int(line.split(None, 5)[4]))
-    # A mapping keeps the whole file, and the file's size can then not be found.
+    # A mapping keeps a whole unlinked file alive. If no descriptor is open, the size of the file is unknown.
     return max_bytes + 1 if mapped - set(sizes) else sum(sizes.values())
 
 
@@ -222,7 +229,8 @@ def watch(job: dict[str, Any], started: tuple[int, str, int, int], parent: int) 
             next_count = now + COUNT_EVERY_S
             if count_tasks() > limits["tasks"]:
                 end = "tasks"
-            # 1 MiB more, so that one file of the largest size is allowed beside the program's own.
+            # 1 MiB is added, so that one file of the largest size is allowed beside the file of the program
+            # itself.
             elif exceeds(box, max_files=limits["files"], max_bytes=limits["disk_mib"] + 1 << 20):
                 end = "disk"
     for fd in open_pipes:
@@ -237,7 +245,7 @@ def watch(job: dict[str, Any], started: tuple[int, str, int, int], parent: int) 
 def main() -> None:
     parent = int(sys.argv[1])
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    # Slurm may send these to every process of a step; the program inherits the setting.
+    # Slurm may send these signals to every process of a job step. The program inherits that they are ignored.
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, "subreaper", 1)

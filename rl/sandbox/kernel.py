@@ -1,7 +1,7 @@
 """System calls that confine a process: filters of calls, rules for paths, namespaces, mounts, limits.
 
-The scripts child.py and container_child.py import it without the package, so it imports only the standard
-library. See seccomp(2), landlock(7), user_namespaces(7), mount_setattr(2).
+The scripts child.py and container_child.py import this file without the package, so it imports only the
+standard library. See seccomp(2), landlock(7), user_namespaces(7), mount_setattr(2).
 """
 
 import ctypes
@@ -46,7 +46,8 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 36, 38, 47
 
 
 def check(result: int, what: str) -> int:
-    """Return the result of a C library call. Raises OSError with errno's reason if it is negative."""
+    """Return the result of a call of the C library. If it is negative, raise OSError with the reason in
+    errno."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -86,13 +87,18 @@ def _load_arg(index: int) -> bytes:
 
 
 def _rule(index: int, listed: list[int], *, if_listed: int = _ALLOW, otherwise: int = _DENY) -> list[bytes]:
-    """Return a rule: `if_listed` for a call with argument `index` in `listed`, else `otherwise`."""
+    """Return a rule with the verdict `if_listed` if argument `index` of a call is in `listed`, else
+    `otherwise`."""
     tests = [op for value in listed for op in (_op(_EQUAL, value, 0, 1), _op(_RETURN, if_listed))]
     return [_load_arg(index), *tests, _op(_RETURN, otherwise)]
 
 
 def _clone_rule(*bits: tuple[int, int], otherwise: int) -> list[bytes]:
-    """Return the rule for clone: the verdict of the first mask with a bit of the flags, else another."""
+    """Return the rule for clone.
+
+    bits: (mask, verdict). The first mask that shares a bit with the flags decides. otherwise: verdict if none
+        does.
+    """
     tests = [op for mask, verdict in bits for op in (_op(_BITS, mask, 0, 1), _op(_RETURN, verdict))]
     return [_load_arg(0), *tests, _op(_RETURN, otherwise)]
 
@@ -100,7 +106,8 @@ def _clone_rule(*bits: tuple[int, int], otherwise: int) -> list[bytes]:
 def container_filter(machine: str, denied_calls: list[int], missing_calls: list[int]) -> bytes:
     """Return the BPF program for commands in a container: no namespaces, no signal to process 1."""
     bodies = {
-        # A thread with descriptors of its own (CLOSE_RANGE_UNSHARE is 2) would hide them from the count.
+        # CLOSE_RANGE_UNSHARE (2) would give a thread its own descriptors, which would be missing in the
+        # count.
         "clone": _clone_rule(
             (_CLONE_NEW, _DENY), (_CLONE_FILES, _ALLOW), (_CLONE_THREAD, _DENY), otherwise=_ALLOW
         ),
@@ -121,8 +128,9 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
         "clone": _clone_rule((_CLONE_NEW, _DENY), (_CLONE_THREAD, _ALLOW), otherwise=_DENY),
         "kill": _rule(0, [pid, 0]),  # 0 is its own group; it is the only member
         "tgkill": _rule(0, [pid]),
-        # Without the death signal it would outlive a killed watcher, which cannot count the open files of a
-        # process that is not dumpable.
+        # PR_SET_PDEATHSIG is denied because a program without the death signal would outlive a killed
+        # watcher. PR_SET_DUMPABLE is denied because the watcher cannot count the open files of an undumpable
+        # process.
         "prctl": _rule(0, [PR_SET_PDEATHSIG, PR_SET_DUMPABLE], if_listed=_DENY, otherwise=_ALLOW),
         "prlimit64": _rule(0, [pid, 0]),
         "socketpair": _rule(0, [1]),  # AF_UNIX
@@ -131,7 +139,8 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
         "fcntl": _rule(1, [8, 10, 15, 1024, 1026], if_listed=_DENY, otherwise=_ALLOW),
         # FIOSETOWN and SIOCSPGRP act as F_SETOWN; TIOCSTI and TIOCLINUX insert terminal input.
         "ioctl": _rule(1, [0x8901, 0x8902, 0x5412, 0x541C], if_listed=_DENY, otherwise=_ALLOW),
-        # It exceeds the largest size of a file. With this error posix_fallocate(3) writes to the blocks.
+        # fallocate could exceed the largest size of a file. With this error, posix_fallocate(3) writes blocks
+        # instead.
         "fallocate": [_op(_RETURN, _FAIL | errno.EOPNOTSUPP)],
     }
     return _assemble(machine, bodies, denied_calls, missing_calls)
@@ -140,7 +149,11 @@ def seccomp_filter(machine: str, pid: int, denied_calls: list[int], missing_call
 def _assemble(
     machine: str, bodies: dict[str, list[bytes]], denied_calls: list[int], missing_calls: list[int]
 ) -> bytes:
-    """Return a BPF program: a body per system call of _CALLS, EPERM, ENOSYS, and any other is allowed."""
+    """Return a BPF program.
+
+    A system call in `bodies` gets the verdict of its body. `denied_calls` fail with EPERM, `missing_calls`
+    with ENOSYS. All other calls are allowed.
+    """
     program = [_op(_LOAD, 4), _op(_EQUAL, _AUDIT_ARCH[machine], 1, 0), _op(_RETURN, _KILL), _op(_LOAD, 0)]
     if machine == "x86_64":  # the x32 calls are a second set of numbers for the same calls
         program += [_op(_AT_LEAST, 0x40000000, 0, 1), _op(_RETURN, _KILL)]
@@ -169,7 +182,8 @@ _MAKE_DEVICES_AND_SOCKETS = 1 << 6 | 1 << 9 | 1 << 11
 
 
 def landlock_abi() -> int:
-    """Return the kernel's version of Landlock, 0 for none; below 3 it does not prevent truncation."""
+    """Return the version of Landlock in the kernel, 0 if it has none. Below 3 it does not prevent
+    truncation."""
     return max(0, LIBC.syscall(ctypes.c_long(_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
@@ -178,7 +192,8 @@ def apply_landlock(readable: list[str], devices: list[str], writable: str) -> No
     if abi < 3:
         raise OSError(errno.ENOSYS, f"Landlock ABI {abi}, 3 is needed")
     every = (1 << (16 if abi >= 5 else 15)) - 1
-    # No rule allows TCP bind and connect (ABI 4), abstract Unix sockets or signals to others (ABI 6).
+    # Forbid TCP bind and connect (ABI 4), abstract Unix sockets, and signals to others (ABI 6): no rule
+    # allows them.
     attributes = struct.pack("QQQ", every, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 24 if abi >= 6 else 16 if abi >= 4 else 8
     ruleset = syscall(_LANDLOCK_CREATE, "Landlock", ctypes.c_char_p(attributes), size, 0)
@@ -204,7 +219,8 @@ def apply_landlock(readable: list[str], devices: list[str], writable: str) -> No
 
 
 def enter_user_namespace() -> None:
-    """Enter new user and PID namespaces; the next fork is process 1, and its end kills the others there."""
+    """Enter new user and PID namespaces. The next fork is process 1 there, and its end kills all others
+    there."""
     uid, gid = os.getuid(), os.getgid()
     check(LIBC.unshare(_CLONE_NEWUSER | _CLONE_NEWPID), "user namespace")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -215,7 +231,10 @@ def enter_user_namespace() -> None:
 def apply_namespaces(
     readable: list[str], devices: list[str], writable: str, root: str, limits: dict[str, Any]
 ) -> None:
-    """Remove the network; build a root of read-only binds of `readable` and `devices`, `writable` empty."""
+    """Remove the network, and build a new root directory.
+
+    It has read-only binds of `readable`, binds of `devices`, and `writable` as an empty directory.
+    """
     check(LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS), "namespaces")
     private, recursive, bind, nosuid, nodev = 1 << 18, 1 << 14, 1 << 12, 2, 4
     mount(None, "/", None, private | recursive)
@@ -260,7 +279,8 @@ def set_read_only(target: str, flags: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities; emptying the bounding set keeps execve from restoring them to root."""
+    """Drop all capabilities. The bounding set is emptied, too, so that execve does not restore them to
+    root."""
     capability = 0
     while LIBC.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == 0:
         capability += 1
@@ -270,7 +290,8 @@ def drop_capabilities() -> None:
 
 
 def set_limits(wanted: dict[int, int]) -> None:
-    """Set both limits of each resource, at most to the hard limit of this process."""
+    """Set soft and hard limit of each resource to the wanted value, or to this process's hard limit if it is
+    lower."""
     for kind, value in wanted.items():
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

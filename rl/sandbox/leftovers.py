@@ -1,7 +1,7 @@
-"""Output in pipes, processes and files that a program leaves behind.
+"""Handles what a program leaves behind: output in pipes, processes and files.
 
-The scripts child.py and container_child.py import it without the package, so it imports only the standard
-library.
+The scripts child.py and container_child.py import this file without the package, so it imports only the
+standard library.
 """
 
 import errno
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 
 def collect(fd: int, data: bytearray, limit: int) -> bool:
-    """Read available bytes until `data` exceeds the limit; return False at the end of the pipe."""
+    """Read available bytes into `data` until it exceeds the limit. Return False at the end of the pipe."""
     while len(data) <= limit:
         try:
             chunk = os.read(fd, 1 << 16)
@@ -25,7 +25,10 @@ def collect(fd: int, data: bytearray, limit: int) -> bool:
 
 
 def descendants(root: int) -> list[int]:
-    """Return all descendants of `root`, nearest first; orphans are children of the watcher, a subreaper."""
+    """Return all descendants of `root`, nearest first.
+
+    None is missed: the watcher is a subreaper, so orphans become its children.
+    """
     found = [root]
     for pid in found:  # grows during the iteration
         try:
@@ -38,7 +41,7 @@ def descendants(root: int) -> list[int]:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants and wait for them; all are stopped first, so that none can fork."""
+    """Kill all descendants and wait for them. All are stopped first, so that none can fork."""
     seen: set[int] = set()
     while new := set(descendants(os.getpid())) - seen:
         seen |= new
@@ -62,8 +65,8 @@ def _send(pids: Iterable[int], number: int) -> None:
 def remove_directory(path: str) -> None:
     """Remove a directory and its contents.
 
-    Subdirectories are moved up before they are emptied, because a program can nest them deeper than the
-    longest path and than shutil.rmtree can recurse.
+    Subdirectories are moved up before they are emptied. The reason is that a program can nest them so deep
+    that their path is too long, or that shutil.rmtree exceeds the recursion limit.
     """
     top = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     moved = 0
@@ -78,7 +81,7 @@ def remove_directory(path: str) -> None:
                 _unlock(inner, fd)  # only its owner's right to write allows a directory to be moved
                 try:
                     os.rename(inner, f".moved-{os.getpid()}-{moved}", src_dir_fd=fd, dst_dir_fd=top)
-                except OSError as error:  # a directory of an overlay's lower layer, which no program nested
+                except OSError as error:  # it belongs to an overlay's lower layer, where no program nested it
                     if error.errno != errno.EXDEV:
                         raise
                     remove_directory(f"/proc/self/fd/{fd}/{inner}")
@@ -89,7 +92,7 @@ def remove_directory(path: str) -> None:
 
 
 def _unlock(name: str, parent: int) -> bool:
-    """Return whether an entry is a directory; give its owner all rights then."""
+    """Return whether an entry is a directory. If it is, give its owner all rights."""
     is_directory = stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)
     if is_directory:
         os.chmod(name, 0o700, dir_fd=parent)

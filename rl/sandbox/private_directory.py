@@ -1,4 +1,4 @@
-"""Directories of a run, which hold samples, checkpoints and tokens on file systems that others use."""
+"""Keeps directories and files of a run private: samples, checkpoints and tokens on shared file systems."""
 
 import atexit
 import contextlib
@@ -11,14 +11,15 @@ import tempfile
 from pathlib import Path
 
 SOCKET_PATH, SOCKET_NAME = 107, 37
-"""Maximum length of a Unix socket's path, and the length that vLLM adds to its directory, in bytes."""
+"""Maximum length of the path of a Unix socket, and the length that vLLM appends to the directory, in
+bytes."""
 
 
 def make_private(directory: Path) -> None:
     """Make a directory that only its user and, if the umask allows it, its group can enter.
 
-    A directory that exists keeps its mode: `chmod o+rx` opens a run to everybody. Raises as
-    `refuse_untrusted`.
+    An existing directory keeps its mode, so you can open a run to everybody with `chmod o+rx`. Raises
+    ValueError as `refuse_untrusted` does.
     """
     for parent in (*reversed(directory.parents), directory):
         parent.mkdir(mode=0o770 if parent == directory else 0o775, exist_ok=True)
@@ -26,7 +27,8 @@ def make_private(directory: Path) -> None:
 
 
 def refuse_untrusted(directory: str | os.PathLike) -> None:
-    """Raise ValueError if a directory's plain data may come from users outside its group; `why_untrusted`."""
+    """Raise ValueError if plain data in a directory may come from users outside its group
+    (`why_untrusted`)."""
     if reason := why_untrusted(directory, trusts_group=True):
         raise ValueError(
             f"{reason}, who may have put there what is in it; use another directory, or make it yours alone "
@@ -35,9 +37,10 @@ def refuse_untrusted(directory: str | os.PathLike) -> None:
 
 
 def read_private(path: Path, *, limit: int, remedy: str) -> bytes:
-    """Return the first `limit` bytes of a file that holds a secret, which only this user can read or write.
+    """Return the first `limit` bytes of a file with a secret, which only this user may read or write.
 
-    Raises OSError if it cannot be read, and ValueError, which ends with the remedy, if others could have.
+    Raises OSError if the file cannot be read. Raises ValueError, which ends with the remedy, if other users
+    could read or write it.
     """
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         found, content = os.fstat(file.fileno()), file.read(limit)
@@ -55,14 +58,16 @@ def why_untrusted(
 ) -> str:
     """Return why others may change what is read from a directory, such as code; "" if nobody else may.
 
-    It and every directory and link that leads to it belong to this user or to the system. Nobody else may
-    write to it; to a directory above it only with the sticky bit, which keeps others from renaming. For a
-    directory that does not exist, the nearest directory above it is judged. For example, /tmp/run of this
-    user is trusted, because /tmp belongs to the system and has the sticky bit.
+    A directory is trusted under two conditions. First, it, and every directory and link that leads to it,
+    must belong to this user or to the system. Second, nobody else may write to it; others may write to a
+    directory above it only if that has the sticky bit, which keeps them from renaming entries. If the
+    directory does not exist, the nearest directory above it is judged. For example, /tmp/run of this user is
+    trusted, because /tmp belongs to the system and has the sticky bit.
 
     Args:
-        trusts_group: for plain data. A directory's group, and owners of directories above, may write.
-        is_shared: others may write to the directory itself, too, if it has the sticky bit, as /tmp has.
+        trusts_group: whether the group of a directory, and the owners of directories above, may write. This
+            is enough for plain data.
+        is_shared: whether others may write to the directory itself if it has the sticky bit, as /tmp has.
     """
     path = Path(os.path.abspath(directory))
     while not os.path.lexists(path):
@@ -73,7 +78,7 @@ def why_untrusted(
             found, is_above = os.lstat(place), is_shared or place != path
             is_link, owner = stat.S_ISLNK(found.st_mode), found.st_uid
             writers = 0 if is_link or (is_above and found.st_mode & stat.S_ISVTX) else 0o022
-            # With an access list, the bits of the group are of the users in the list.
+            # With an access list, the bits of the group apply to the users in the list.
             if trusts_group or (_has_one_member(found.st_gid) and not _has_access_list(place)):
                 writers &= 0o002
             reason = ""
@@ -101,12 +106,12 @@ def _has_no_owners(path: Path, found: os.stat_result) -> bool:
 
 
 def _trusted() -> set[int]:
-    """Return this user and the system's, which in some containers is not 0."""
+    """Return the ids of this user and of the system's user, which in some containers is not 0."""
     return {os.geteuid(), 0, os.stat("/").st_uid}
 
 
 def _has_one_member(gid: int) -> bool:
-    """Return whether a group is the user's private one, as many systems make them with umask 002."""
+    """Return whether a group is the user's private group, which many systems make together with umask 002."""
     try:
         group, name = grp.getgrgid(gid), pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:  # a number without a name
@@ -124,6 +129,6 @@ def socket_directory() -> str:
     if len(os.fsencode(usual)) + SOCKET_NAME <= SOCKET_PATH:
         return usual
     made, pid = tempfile.mkdtemp(prefix="lockstep-", dir="/tmp"), os.getpid()
-    # A rank that an elastic run's agent forked shares it with others.
+    # Only the process that made it removes it: ranks that an elastic run's agent forked share it.
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == pid else None)
     return made

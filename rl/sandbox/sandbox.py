@@ -1,17 +1,18 @@
-"""Run an untrusted program in a confined process of its own.
+"""Runs an untrusted program in its own confined process.
 
     run_program("print(int(input()) + 1)", stdin="41")  # Outcome(end="exit", code=0, stdout="42\\n", ...)
 
-The program is Python, run by `python -I` without the packages of this environment, in an empty directory that
-is removed afterwards, with few environment variables. It may read the interpreter and the system's libraries
-and write to its directory. It has one process with threads, no network, and limits on time, memory, disk and
-output. This file declares what is allowed; child.py enforces it, and cleans up even if this process is
-killed.
+The program is Python. `python -I` runs it without the packages of this environment, with few environment
+variables, in an empty directory that is removed afterwards. The program may read the interpreter and the
+system's libraries, and write to its directory. It has one process with threads, no network, and limits on
+time, memory, disk and output. This file declares what is allowed. child.py enforces it, and cleans up even if
+this process is killed.
 
-The sandbox does not hide that a path exists or its size (Landlock does not restrict stat), bound the load on
-caches and memory bandwidth, or protect against kernel bugs. Without seccomp, a program can outlive a watcher
-that was killed. It protects against accidents and against what a policy finds while it searches for reward,
-not against an attacker of the cluster.
+The sandbox has limits. It does not hide whether a path exists or how large it is, because Landlock does not
+restrict stat. It does not bound the load on caches and memory bandwidth, and it does not protect against bugs
+of the kernel. Without seccomp, a program can outlive a watcher that was killed. The sandbox protects against
+accidents, and against tricks that a policy finds while it searches for reward, but not against somebody who
+attacks the cluster.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ LAYERS = ("seccomp", "landlock", "namespaces")
 
 _CHILD = Path(__file__).with_name("child.py")
 _GRACE_S = 20.0
-"""Seconds beyond the wall time for the start of two interpreters on a busy node and for the clean-up."""
+"""Time beyond `wall_s`, in seconds, for starting two interpreters on a busy node and for cleaning up."""
 _MACHINES = ("x86_64", "aarch64")
 
 DENIED_EVERYWHERE = """\
@@ -56,10 +57,10 @@ keyctl 250 219, add_key 248 217, request_key 249 218
 name_to_handle_at 303 264, open_by_handle_at 304 265
 # A queue of events, which no limit counts.
 fanotify_init 300 262"""
-"""System calls that fail with EPERM for programs and in containers, see `call_numbers`."""
+"""System calls that fail with EPERM in the sandbox and in containers. `call_numbers` describes the form."""
 SET_AFFINITY = "sched_setaffinity 203 122"
 MEMFD = "memfd_create 319 279, memfd_secret 447 447, vmsplice 278 75"
-"""System calls for memory outside of mappings and files; without them programs use /dev/shm."""
+"""System calls for memory outside of mappings and files. Without them, programs use /dev/shm."""
 _DENIED = f"""\
 {DENIED_EVERYWHERE}
 # Sockets of every family: AF_UNIX reaches munged, dockerd and D-Bus. Without a socket, bind, connect and the
@@ -87,13 +88,13 @@ chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown
 fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15
 fremovexattr 199 16, setxattrat 463 463, removexattrat 466 466, file_setattr 469 469, utime 132 -
 utimes 235 -, futimesat 261 -, utimensat 280 88"""
-"""System calls that fail with EPERM, see `call_numbers`."""
+"""System calls that fail with EPERM in the sandbox. `call_numbers` describes the form."""
 MISSING = """\
 clone3 435 435, io_uring_setup 425 425, io_uring_enter 426 426, io_uring_register 427 427, io_setup 206 0"""
-"""System calls that fail with ENOSYS, so that callers use older ones.
+"""System calls that fail with ENOSYS, so that callers fall back to older calls.
 
-All programs of a node share the number of io_setup's requests. io_uring opens sockets that no filter sees;
-clone3 passes its flags behind a pointer, which no filter can read.
+The number of requests of io_setup is limited for all programs of a node together. io_uring opens sockets that
+no filter sees. clone3 passes its flags behind a pointer, where no filter can read them.
 """
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -110,7 +111,7 @@ for name in ("ssl", "sqlite3", "ctypes", "lzma", "bz2", "zlib", "decimal", "hash
 mapped = {line.split(None, 5)[5].strip() for line in open("/proc/self/maps") if "/" in line and ".so" in line}
 print(json.dumps({"prefixes": [sys.prefix, sys.base_prefix], "libraries": sorted(mapped)}))
 """
-# A UDP connect sends nothing and fails without a route. /proc/self/status exists on every Linux.
+# A UDP connect sends nothing, and it fails if there is no route. /proc/self/status exists on every Linux.
 _PROBE = """
 import json, socket
 def blocked(action):
@@ -133,16 +134,17 @@ class ProgramLimits:
     cpu_s: int = 6
     """Seconds of processor time over all threads; LiveCodeBench allows 6."""
     memory_mib: int = 1024
-    """MiB of address space, thread stacks included (8 MiB each by default)."""
+    """Address space in MiB, including the stacks of threads (8 MiB each by default)."""
     disk_mib: int = 16
-    """MiB of one file (enforced on write), and of all files together, unlinked ones included (checked every
-    50 ms, also for directories that cannot be read; in namespaces enforced on write)."""
+    """Maximum size of one file, and of all files together, in MiB. For one file it is enforced on write. For
+    all files, including unlinked ones, it is checked every 50 ms; an unreadable directory counts as an
+    excess. With namespaces, it is enforced on write for all files, too."""
     files: int = 1000
-    """Number of files and directories, checked every 50 ms."""
+    """Maximum number of files and directories, checked every 50 ms."""
     tasks: int = 64
-    """Number of threads, and of processes without seccomp, checked every 50 ms."""
+    """Maximum number of threads, and, without seccomp, of processes; checked every 50 ms."""
     output_bytes: int = 1_000_000
-    """Bytes of standard output and of standard error; one more ends the program."""
+    """Maximum number of bytes of standard output, and of standard error. One byte more ends the program."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -155,12 +157,14 @@ class ProgramOutcome:
     """End of a program and its output."""
 
     end: str
-    """exit, signal (a crash, or the hard limit of processor time), or a limit: time, output, tasks, disk."""
+    """How it ended: exit, signal (a crash, or the hard limit of processor time), or at a limit: time, output,
+    tasks, disk."""
     code: int
-    """Exit status; minus the signal's number after a signal, for example -11; 0 for the watcher's limits."""
+    """Exit status. After a signal, minus the number of the signal, for example -11. 0 if the watcher ended it
+    at a limit."""
     stdout: str
     stderr: str
-    """Decoded as UTF-8 with replacement characters; truncated to Limits.output_bytes."""
+    """Decoded as UTF-8 with replacement characters; truncated to `ProgramLimits.output_bytes`."""
     seconds: float
     """Wall time."""
 
@@ -170,7 +174,10 @@ class ProgramOutcome:
         return self.end == "exit" and self.code == 0
 
     def report(self, output: str, limit: str) -> str:
-        """Return an output, and how the program ended if not with status 0. limit: text of the end at one."""
+        """Return an output, followed by how the program ended unless it ended with status 0.
+
+        limit: text for an end at a limit.
+        """
         ends = {"exit": f"exit status {self.code}", "signal": f"signal {-self.code}"}
         end = "" if self.ok else f"[{ends.get(self.end, limit)}]"
         return "\n".join(filter(None, (output, end))) or "[no output]"
@@ -178,14 +185,14 @@ class ProgramOutcome:
 
 @dataclass(frozen=True)
 class Protections:
-    """Layers that work on this machine, found by trying each."""
+    """The layers that work on this machine. They are found by trying each of them."""
 
     layers: tuple[str, ...]
-    """Layers in use, of LAYERS."""
+    """Layers of LAYERS that are used."""
     network: bool
     """Whether programs are kept from the network."""
     files: bool
-    """Whether programs are kept from all files that they are not given."""
+    """Whether programs are kept from all files that they may not read or write."""
     reasons: dict[str, str]
     """Why each layer that was tried does not work."""
 
@@ -200,7 +207,8 @@ def run_program(
     allow_unprotected: bool = False,
     pipes: tuple[int, ...] = (),
 ) -> ProgramOutcome:
-    """Run the Python program `source` with `stdin` as its input. Adds about 60 ms to the program's own time.
+    """Run the Python program `source` with `stdin` as its input. It adds about 60 ms to the time of the
+    program.
 
     Args:
         source: the program; it need not compile.
@@ -235,8 +243,8 @@ def run_program(
         watcher.kill()  # the program is killed with it: PR_SET_PDEATHSIG in prctl(2), which seccomp protects
         raise OSError("the sandbox's watcher process did not answer and was killed") from None
     finally:
-        # After an interruption the watcher ends the program and itself when it sees one of these closed. They
-        # are closed before the wait, because it may be reading its job or writing its answer.
+        # After an interruption, the watcher ends the program and itself as soon as one of these is closed.
+        # They are closed before the wait, because it may be reading its job or writing its answer.
         os.close(held_end)
         for pipe in filter(None, (watcher.stdin, watcher.stdout, watcher.stderr)):
             pipe.close()
@@ -251,7 +259,8 @@ def run_program(
 
 
 def _start_watcher(job: dict[str, Any], pipes: tuple[int, ...]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the watcher of a job, with the job's directory; return the process and its pipe's other end."""
+    """Make the directory of a job and start its watcher. Return the process, and our end of its parent
+    pipe."""
     own = os.path.realpath(sys.executable)
     job |= {"pipes": pipes}
     job["directory"] = directory = os.path.realpath(tempfile.mkdtemp(prefix="lockstep-code-"))
@@ -278,7 +287,8 @@ def _start_watcher(job: dict[str, Any], pipes: tuple[int, ...]) -> tuple[subproc
 
 
 def _remove_what_is_left(directory: str) -> None:
-    """Remove a program's directory after its watcher was killed or failed to; a failure is only logged."""
+    """Remove a program's directory if its watcher was killed or could not remove it. A failure is only
+    logged."""
     try:
         if os.path.lexists(directory):
             remove_directory(directory)
@@ -288,7 +298,7 @@ def _remove_what_is_left(directory: str) -> None:
 
 @functools.cache
 def protections() -> Protections:
-    """Return the layers that work on this machine; tried once per process, about 0.2 s.
+    """Return the layers that work on this machine. They are tried once per process, which takes about 0.2 s.
 
     Namespaces are tried and used only if seccomp and Landlock together do not protect both network and files.
     """
@@ -316,7 +326,9 @@ def protections() -> Protections:
 
 
 def call_numbers(table: str, machine: str) -> list[int]:
-    """Return the numbers of the system calls in `table`, entries `name x86_64 aarch64` with `-` for none.
+    """Return the numbers of the system calls in a table for a machine.
+
+    An entry of the table is `name x86_64 aarch64`: the name, and the number on each machine, or `-` for none.
 
     For example, "mq_open 240 180, utimes 235 -" gives [180] for aarch64.
     """
@@ -366,7 +378,8 @@ def _job(
 
 @functools.cache
 def _describe(interpreter: str) -> dict[str, list[str]]:
-    """Return where an interpreter and its libraries are installed. Raises OSError if it does not run."""
+    """Return the places where an interpreter and its libraries are installed. Raises OSError if it does not
+    run."""
     # Interpreters of environment modules may need the variable to start.
     environment = {key: os.environ[key] for key in ("LD_LIBRARY_PATH",) if key in os.environ}
     command = [interpreter, "-I", "-c", _DESCRIBE_INTERPRETER]
