@@ -48,7 +48,8 @@ def main() -> int:
     start_up.pause_collection()
     from rl.stopping.signals import expect_signals
 
-    expect_signals()  # before other threads exist: they would receive the signals that this thread blocks
+    # Before other threads exist, because they would receive the signals that this thread blocks.
+    expect_signals()
     # torch is imported after the configuration is checked: --help and a typo take a fraction of a second.
     from rl.config.checks import check
     from rl.config.command_line import parse_command_line
@@ -211,7 +212,8 @@ def watched_run(config: "Config", points: "list[Config]", ranks: "Ranks", device
         return code
     except ConfigError as error:
         status.refuse(str(error))
-        if watchdog is not None and config.roles.is_on:  # the other role may be in another place
+        # With roles, the ranks of the other role may be at another point of the program.
+        if watchdog is not None and config.roles.is_on:
             leave(watchdog.refuse(str(error)), together=False)
         raise
     except KeyboardInterrupt:
@@ -233,7 +235,7 @@ def watched_run(config: "Config", points: "list[Config]", ranks: "Ranks", device
 def prepare_environment(ranks: "Ranks", *, in_order: bool = True) -> None:
     """Set the variables that libraries read when they are first imported, and the limit of open files.
 
-    in_order: whether a GPU runs all work in the order of its launches.
+    in_order: whether a GPU must run all work in the order in which it was launched.
     """
     from rl.runtime.proxies import without_proxies
     from rl.runtime.rendezvous import address_of_host
@@ -241,9 +243,10 @@ def prepare_environment(ranks: "Ranks", *, in_order: bool = True) -> None:
 
     ranks.export()
     os.environ.update(without_proxies(ranks, address_of_host(ranks)))
-    # Rank 0 holds connections to all ranks, and strangers may connect to the ports of libraries.
+    # The limit of open files is raised, because rank 0 holds a connection to every rank, and because
+    # unrelated processes may connect to the ports that libraries open.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # the system's own limit has been lowered since
+    with contextlib.suppress(OSError, ValueError):  # the system-wide limit is lower now
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     # With --cpus-per-task Slurm binds each task to its own cores; they must not be divided again.
     own_cpus = os.environ.get("SLURM_CPUS_PER_TASK") if ranks.launcher == "slurm" else None
@@ -259,27 +262,32 @@ def prepare_environment(ranks: "Ranks", *, in_order: bool = True) -> None:
         "VLLM_RPC_BASE_PATH": socket_directory(),
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # vLLM on CPU warns of its NUMA binding on every rank
-        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives that the flight recorder keeps for the watchdog's dump
+        # Number of collectives that the flight recorder keeps for the watchdog's dump.
+        "TORCH_FR_BUFFER_SIZE": "2000",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",  # a model is a directory; no rank waits for a hub
     }
     if in_order:
         # Megatron launches a collective before the product that it overlaps, and the GPU must keep this
-        # order. CUDA reads the variable when it initialises. With roles the GPU has several queues: in one,
-        # a message that waits for its receiver would block the collectives for which other ranks wait.
+        # order. CUDA reads the variable when it initialises. With roles the GPU keeps several queues: in a
+        # single queue, a message that waits for its receiver would block collectives that other ranks need.
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if ranks.on_one_host:  # then nothing must listen on an interface that other nodes reach
         defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
         defaults["VLLM_HOST_IP"] = "127.0.0.1"
     elif address := address_of_host(ranks):
-        # vLLM's queue of a group over several nodes would listen on the way to the internet, or everywhere.
+        # Without it, vLLM's message queue for a group that spans several nodes would listen on the interface
+        # that leads to the internet, or on all interfaces.
         defaults["VLLM_HOST_IP"] = address
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def refuse(error: Exception, ranks: "Ranks | None") -> int:
-    """Report invalid input and exit with code 2: rank 0 if all ranks fail, else each rank that fails."""
+    """Report invalid input and exit with code 2.
+
+    If all ranks fail, only rank 0 prints the error. Otherwise each rank that fails prints it.
+    """
     if ranks is None or ranks.rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     if ranks is not None and ranks.world_size > 1:
@@ -288,7 +296,8 @@ def refuse(error: Exception, ranks: "Ranks | None") -> int:
         together = leave_together(ranks)
         if not together and ranks.rank > 0:
             print(f"error (rank {ranks.rank}): {error}", file=sys.stderr, flush=True)
-        leave(2, together=together)  # at once, because the launcher would end a slower rank by a signal
+        # At once on all ranks, because the launcher would end a slower rank by a signal.
+        leave(2, together=together)
     return 2
 
 

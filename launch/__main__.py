@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where the flush at exit then writes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
         print(
             "error: the output was closed; `python -m launch status` shows what was submitted.",
             file=sys.stderr,
@@ -51,5 +51,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     if not set(SUBMITTING) & set(sys.argv[1:2]) or {"-h", "--help", "--dry-run"} & set(sys.argv):
-        end_on_closed_pipe()  # not during a submission, which it would interrupt
+        end_on_closed_pipe()  # not for a real submission: a closed pipe would interrupt it
     sys.exit(main(sys.argv[1:]))

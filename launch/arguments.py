@@ -1,4 +1,4 @@
-"""Options shared by several commands."""
+"""Command-line options that several launch commands share."""
 
 import argparse
 import shlex
@@ -12,7 +12,7 @@ from rl.config.command_line import field_docs
 OPTIONS = [
     own.name for own in fields(Resources) if own.name != "scheduler" and type(own.default) in (int, str)
 ]
-"""Fields of `Resources` with an option that takes a number or a text."""
+"""Fields of `Resources` that have a command-line option with a number or a text as its value."""
 
 
 def make_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
@@ -43,7 +43,7 @@ def add_resources(parser: argparse.ArgumentParser) -> None:
 
 
 def resources_of(arguments: argparse.Namespace) -> Resources:
-    """Return the resources of the options. Raises ConfigError for invalid ones."""
+    """Return the resources that the options request. Raises ConfigError for invalid values."""
     values = {name: getattr(arguments, name) for name in (*OPTIONS, "scheduler", "requeue", "sbatch")}
     resources = Resources(**values)
     resources.check()
@@ -51,7 +51,7 @@ def resources_of(arguments: argparse.Namespace) -> Resources:
 
 
 def as_typed(command: str, argv: list[str]) -> str:
-    """Return the command line as one line."""
+    """Return the command as the user typed it, on one line."""
     return f"python -m launch {command} {shlex.join(argv)}".replace("\n", " ")
 
 

@@ -1,4 +1,7 @@
-"""Batch files like the files of slurm/: plain bash around slurm/job.sh, to be edited and submitted again."""
+"""Writes batch files in the form of the files in slurm/.
+
+A batch file is plain bash that sources slurm/job.sh. You can edit it and submit it again.
+"""
 
 import shlex
 from collections.abc import Sequence
@@ -20,30 +23,30 @@ class Resources:
     """Scheduler of the batch file."""
 
     nodes: int = 1
-    """Nodes."""
+    """Number of nodes."""
     gpus_per_node: int = 8
-    """GPUs of a node, one rank each. 0: CPU nodes."""
+    """Number of GPUs per node, one rank each. 0: CPU nodes."""
     ranks_per_node: int = 0
-    """Ranks of a CPU node."""
+    """Number of ranks per CPU node. Leave it at 0 for GPU nodes."""
     cpus_per_task: int = 0
-    """Cores of a rank. 0: the site's default."""
+    """Number of cores per rank. 0: the site's default."""
     time: str = "1-00:00:00"
     """Time limit in Slurm's format."""
     mem: str = ""
-    """Memory of a node. Empty: all of it on GPU nodes, the site's default on CPU nodes."""
+    """Memory per node. Empty: all memory of a GPU node, or the site's default on CPU nodes."""
     account: str = ""
-    """Account. Empty: the site's default, as for the next two."""
+    """Account. Empty: the site's default. The same holds for partition and qos."""
     partition: str = ""
     """Partition."""
     qos: str = ""
     """Quality of service."""
     signal_lead_s: int = 600
-    """Seconds before the end at which Slurm signals all ranks to stop and save. Elsewhere a run stops by
-    itself, before a step that would not end in time."""
+    """Seconds before the time limit at which Slurm signals all ranks to stop and save. The other schedulers
+    send no such signal: there a run stops by itself before a step that would not end in time."""
     requeue: bool = True
     """Whether the job may be requeued to continue."""
     sbatch: list[str] = field(default_factory=list)
-    """Further options of sbatch, e.g. --constraint=h100, or of qsub, bsub or flux batch."""
+    """Further options for sbatch (for example --constraint=h100), qsub, bsub or flux batch."""
 
     def check(self) -> None:
         """Raise ConfigError for invalid values."""
@@ -93,8 +96,8 @@ def render(
 ) -> str:
     """Return the batch file of one run.
 
-    logs: directory of the job's and the ranks' logs.
-    command: the command that writes the file, for a comment.
+    logs: directory for the logs of the job and of the ranks.
+    command: command that writes the file; the file names it in a comment.
     """
     header = _header(resources, name=name, output=f"{_pattern(logs)}/%x-%j.out", command=command)
     return "\n".join([header, _source(logs), "", one_per_line("train", [config, *overrides])]) + "\n"
@@ -105,7 +108,7 @@ def render_sweep(
 ) -> str:
     """Return the batch file of a job array.
 
-    points: directory with a file per task, which has one override per line.
+    points: directory with one file per task; the file has one override per line.
     array: sbatch's --array, e.g. 0-5%2.
     """
     header = _header(
@@ -153,7 +156,10 @@ def _header(resources: Resources, *, name: str, output: str, command: str, array
 
 
 def _pattern(directory: Path) -> str:
-    """Return a directory, escaped for a pattern of file names as Slurm reads it. Raises ConfigError."""
+    """Return a directory, escaped for use in a file name pattern of Slurm.
+
+    Raises ConfigError if the directory has a backslash.
+    """
     if "\\" in str(directory):
         raise ConfigError(
             f"{directory} has a backslash, and Slurm then replaces no %j in the names of logs; rename it."
@@ -167,7 +173,7 @@ def _source(logs: Path) -> str:
 
 
 def one_per_line(command: str, words: Sequence[str]) -> str:
-    """Return the call of a shell command, with one argument per line if there are many."""
+    """Return a call of a shell command, with one argument per line if it exceeds 120 characters."""
     first, *others = map(shlex.quote, words)
     line = " ".join([command, first, *others])
     return line if len(line) <= 120 else f"{command} {first}" + "".join(f" \\\n    {word}" for word in others)

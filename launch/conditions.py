@@ -1,10 +1,10 @@
-"""Conditions of a sweep file: comparisons and arithmetic over a point's keys.
+"""Evaluates the conditions of a sweep file: comparisons and arithmetic over the config keys of a point.
 
     training.tp * training.pp > 8
     training.optimizer.lr >= 1e-5 and rollout.samples_per_prompt in [4, 8]
 
-The syntax tree may contain only a few node types: no calls, attributes of objects, indexing or loops. A sweep
-file is therefore data and cannot run code.
+A condition is parsed as a Python expression, and its syntax tree may contain only a few node types. Calls,
+attributes of objects, indexing and loops are refused. A sweep file is therefore data and cannot run code.
 """
 
 import ast
@@ -42,7 +42,10 @@ LITERALS = (int, float, str, bool, type(None))
 
 
 def holds(condition: str, values: Mapping[str, Any]) -> bool:
-    """Return whether the condition is true of the values, dotted key -> value. Raises ConfigError."""
+    """Return whether the condition is true for these values (dotted key -> value).
+
+    Raises ConfigError for an invalid condition.
+    """
     try:
         tree = ast.parse(condition, mode="eval")
     except (SyntaxError, ValueError):
@@ -66,7 +69,7 @@ def _value(node: ast.expr, values: Mapping[str, Any], condition: str) -> Any:
     if isinstance(node, (ast.Name, ast.Attribute)):
         return _key(node, values, condition)
     if isinstance(node, ast.BoolOp):
-        # As in Python, a part that decides the result ends the evaluation.
+        # As in Python, the evaluation ends at the first part that decides the result.
         decided = isinstance(node.op, ast.Or)
         return next((True for part in node.values if bool(of(part)) == decided), False) == decided
     if isinstance(node, ast.UnaryOp) and type(node.op) in UNARY:

@@ -1,12 +1,16 @@
-"""The agent of a node of an elastic run: it starts the node's ranks, and starts them again with other nodes.
+"""Runs the agent of one node of an elastic run: it starts the ranks of its node, and restarts them when the
+nodes of the run change.
 
     srun --no-kill --ntasks-per-node=1 python -m launch.elastic --ranks 8 --config FILE [key=value ...]
 
-slurm/elastic.sbatch does this. Ranks do not survive the death of another rank, agents do. They agree through
-files in the run directory (`launch.elastic_files`) on generations: a number, members, a layout. The first
-living member leads: when a member dies, or another node can join, it proposes the next generation. An agent
-that finds a newer generation kills the ranks of its own one, and starts ranks if it is a member. These
-continue from the newest checkpoint. Exit codes are train_rl.py's.
+slurm/elastic.sbatch runs this command. A rank does not survive the death of another rank, but an agent
+survives the death of another agent.
+
+The agents agree on generations through files in the run directory (`launch.elastic_files`). A generation has
+a number, a list of member nodes, and a layout. The first living member leads: when a member dies, or another
+node can join, the leader proposes the next generation. An agent that finds a newer generation kills its
+ranks. If its node is a member of the new generation, the agent starts ranks again, and they continue from the
+newest checkpoint. The exit codes are the exit codes of train_rl.py.
 """
 
 import argparse
@@ -35,14 +39,15 @@ from rl.runtime.ranks import expand_hostlist
 BEAT_S = 1.0
 """Seconds between two renewals of a lease."""
 GRACE_S = 30.0
-"""Seconds for the other ranks, and the other nodes, to end after the first one: they report the cause."""
+"""Seconds that the other ranks and nodes have to end after the first one has ended. They use this time to
+report the cause."""
 SETTLE_S = 5.0
-"""Seconds during which the nodes that could join have not changed, before the run stops to take them."""
+"""Seconds for which the list of ready nodes must stay the same before the run stops to take new nodes."""
 SILENT_S = 600.0
-"""Seconds without a successful turn, as on a full disk, after which the agent gives up."""
+"""Seconds without a successful turn (for example on a full disk) after which the agent gives up."""
 PARTS = ("notice", "agree", "start", "load", "step")
-"""Parts of a recovery: until the leader sees the death, all members know the next generation, their ranks
-have met, the checkpoint is loaded, the first step is done."""
+"""Parts of a recovery, in order. Each part ends with an event: the leader sees the death; all members know
+the next generation; their ranks have met; the checkpoint is loaded; the first step is done."""
 
 
 def main(argv: list[str]) -> int:
@@ -66,7 +71,7 @@ def main(argv: list[str]) -> int:
             f"--ranks={options.ranks}, --nodes={options.nodes} and --node={options.node} must be two numbers "
             "of at least 1 and a host name"
         )
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})  # they stay pending
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2, signal.SIGTERM})  # `_turn` polls for them
     try:
         return Agent(options).run()
     except ValueError as error:
@@ -88,7 +93,7 @@ class Agent:
         node, address = options.node, options.node + os.environ.get("LOCKSTEP_NODE_SUFFIX", "")
         self.options = options
         self.patience = _number("LOCKSTEP_JOIN_TIMEOUT", 60)
-        """Seconds for which a start waits for the other nodes."""
+        """Seconds that a start waits for the other nodes."""
         self.max_attempts = _number("MAX_ATTEMPTS", 3)
         self.config = self._config([])
         digest = hashlib.sha256(f"{options.ranks} {self.config!r}".encode()).hexdigest()
@@ -108,16 +113,18 @@ class Agent:
         """Number of the newest generation when this agent began."""
         self.ranks = NodeRanks(self._arguments([]), options.ranks)
         self.started = self.since = time.monotonic()
-        """When this agent began, and when it last found a generation, or asked its ranks to stop."""
+        """started: when this agent began. since: when it last found a new generation or asked its ranks to
+        stop."""
         self.rank_ended: float | None = None
-        """When the first of this node's ranks ended."""
+        """When the first rank of this node ended with an error; None if no rank has."""
         self.node_ended: float | None = None
         """When this agent, as the leader, first saw that the ranks of a node had ended."""
         self.candidates: list[str] = []
         self.changed = 0.0
         """When the candidates last changed."""
         self.recovery: dict[str, float] = {}
-        """On the leader, the times of a death and of the events of the recovery, until the first step."""
+        """On the leader: event -> its time, from the death of a node to the first step of the recovered
+        run."""
 
     def _arguments(self, overrides: list[str]) -> list[str]:
         return ["--config", self.options.config, *self.options.overrides, *overrides]
@@ -128,7 +135,8 @@ class Agent:
         return config
 
     def _layouts(self) -> dict[int, list[str]]:
-        """Return number of nodes -> overrides. Raises ConfigError for a layout that does not fit."""
+        """Return the layouts: number of nodes -> overrides. Raises ConfigError for a layout that does not
+        fit."""
         elastic, ranks, found = self.config.run.elastic, self.options.ranks, {}
         models, _ = models_of(self.config)
         for layout in elastic.layouts:
@@ -151,13 +159,17 @@ class Agent:
         return found
 
     def run(self) -> int:
-        """Take a turn each second until the end. After an error of the disk, log it and try again."""
+        """Take a turn each second until the run ends; return the exit code.
+
+        An OSError (for example from a full disk) is logged, and the agent tries again.
+        """
         self._say(f"layouts by nodes: {self.layouts}")
         last = well = time.monotonic()
         error = ""
         while True:
             begun = time.monotonic()
-            if begun - last > 3 * BEAT_S:  # this node was paused, or the disk is slow: others count no more
+            # This node was paused, or its disk is slow: the pause must not make the other nodes look dead.
+            if begun - last > 3 * BEAT_S:
                 self.board.excuse(begun - last - 3 * BEAT_S)
             last = begun
             try:
@@ -172,7 +184,10 @@ class Agent:
             time.sleep(max(0.05, BEAT_S - (time.monotonic() - begun)))
 
     def _turn(self) -> int | None:
-        """Follow the generations, renew the lease, lead if it is this agent's part; return an exit code."""
+        """Follow the newest generation, renew the lease, and lead if this agent is the leader.
+
+        Returns the exit code at the end of the run, else None.
+        """
         asked = signal.sigpending() & {signal.SIGUSR2, signal.SIGTERM}
         self.lease.leaving = self.lease.leaving or bool(asked)
         self.ranks.poll()
@@ -226,7 +241,10 @@ class Agent:
             self.lease.code = 1
 
     def _watch(self) -> None:
-        """Note the end of this node's ranks in the lease, once all have ended."""
+        """Write the exit code into the lease when all ranks of this node have ended.
+
+        If a rank fails and others still run after GRACE_S, the others are killed.
+        """
         codes = list(self.ranks.codes.values())
         faults = [code for code in codes if code not in (None, 0, 75)]
         self.rank_ended = (self.rank_ended or time.monotonic()) if faults else None
@@ -244,12 +262,12 @@ class Agent:
         living = [lease.key for lease in alive]
         if not (order := [key for key in members if key in living]):
             if members and time.monotonic() - self.started < self.config.run.elastic.lost_s:
-                return False  # a new agent has not yet seen whether they live
+                return False  # a new agent does not know yet whether the members live
             order = living
         return bool(order) and order[0] == self.lease.key
 
     def _lead(self, alive: list[Lease]) -> None:
-        """Propose the next generation if it is time."""
+        """Propose the next generation, or end the run, if the state of the nodes requires it."""
         at, now = self.at, time.monotonic()
         stay = [lease for lease in alive if not lease.leaving and lease.config == self.lease.config]
         candidates = [lease for lease in stay if lease.ready]
@@ -282,7 +300,7 @@ class Agent:
                 self.since = now
 
     def _form(self, last: ElasticGeneration, candidates: list[Lease], come: bool) -> None:
-        """Begin a session: the first generation after a start, or after the death of all members."""
+        """Propose the first generation after a start of the run, or after the death of all members."""
         waited, number = time.monotonic() - self.since, last.number + 1
         if not candidates and not come:
             self._finish(number, 75, "all nodes leave")
@@ -301,7 +319,7 @@ class Agent:
         """End the run, or propose the next generation, after the ranks have ended or a node died."""
         code = exit_code(codes)
         status = self._json(STATUS)
-        stopped = bool(codes) and status.get("state") == "stopped"  # by a file, as no code is 75
+        stopped = bool(codes) and status.get("state") == "stopped"  # by the file 'stop' if no code is 75
         if code == 2 or (code == 0 and (not lost or stopped or status.get("state") == "finished")):
             return self._finish(at.number + 1, code, "the input is invalid" if code else "done")
         is_stop = not lost and code == 75
@@ -331,7 +349,7 @@ class Agent:
         )
 
     def _nodes(self, number: int) -> int:
-        """Return the number of nodes of the widest layout for so many nodes; 0 if there is none."""
+        """Return how many nodes the widest layout uses that `number` nodes can run; 0 if no layout fits."""
         return max((nodes for nodes in self.layouts if nodes <= number), default=0)
 
     def _propose(
@@ -361,15 +379,15 @@ class Agent:
     # The run --------------------------------------------------------------------------------------------
 
     def _json(self, name: str) -> dict:
-        return read_object(Path(self.config.run.dir, name))  # {} before a rank has begun
+        return read_object(Path(self.config.run.dir, name))  # {} before a rank has written the file
 
     def _has_stepped(self, at: ElasticGeneration) -> bool:
-        """Return whether this generation has taken a step."""
+        """Return whether this generation has completed a training step."""
         status = self._json(STATUS)
         return status.get("restarts") == at.number and status["step"] > at.step
 
     def _note_recovery(self, at: ElasticGeneration, alive: dict[str, Lease]) -> None:
-        """Log the seconds from a death to the next step, by parts."""
+        """Log how many seconds each part of a recovery (PARTS) took, once the first step is done."""
         if not (times := self.recovery):
             return
         status, now = self._json(STATUS), time.monotonic()
@@ -389,12 +407,12 @@ class Agent:
                 self.recovery = {}
 
     def _end(self, code: int, reason: str) -> int:
-        """Return the exit code of this node; the last agent of a job lets the job end, too."""
+        """Return the exit code of this node. The last agent of a Slurm job also ends the job (`Jobs.end`)."""
         self._say(f"the end with code {code}: {reason}")
         try:
             if (copy := os.environ.get("LOCKSTEP_STATUS")) and (status := self._json(STATUS)):
                 Path(copy).write_text(json.dumps(status) + "\n")  # the leader may belong to another job
-            if self.options.logs:  # for the batch script: srun's code may be another
+            if self.options.logs:  # for the batch script, because srun may exit with another code
                 (self.logs / "outcome").write_text(f"{code}\n")
             same = [lease for lease in self.board.alive() if lease.job == self.lease.job]
         except OSError as error:
@@ -410,7 +428,11 @@ class Agent:
 
 
 def _number(name: str, default: float) -> float:
-    """Return an environment variable as a number. Raises ValueError before a death needs it."""
+    """Return an environment variable as a number.
+
+    The agent reads its variables when it starts, so that a bad value raises ValueError then, not at a
+    recovery.
+    """
     try:
         return float(text := os.environ.get(name) or str(default))
     except ValueError:
@@ -418,7 +440,10 @@ def _number(name: str, default: float) -> float:
 
 
 def _environment(at: ElasticGeneration, place: int, rank: int, local: int) -> dict[str, str]:
-    """Return the environment of a rank, as a Slurm step of the generation's members would set it."""
+    """Return the environment of a rank: the variables that a Slurm step on the member nodes would set.
+
+    place: index of this node among the members. rank: global rank. local: index of the rank on its node.
+    """
     own = ("MASTER_PORT", "RANK", "WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_HET_SIZE")
     return {name: value for name, value in os.environ.items() if name not in own} | {
         "LOCKSTEP_GENERATION": str(at.number),

@@ -1,13 +1,15 @@
-"""The files by which the nodes of an elastic run agree: a lease per node, and a record per generation.
+"""Reads and writes the files through which the nodes of an elastic run agree.
 
-All are in `<run.dir>/elastic`, so that no node's death takes them away:
+There is one lease per node and one record per generation. All files are in `<run.dir>/elastic` on the shared
+disk, so they survive the death of any node:
 
     node2-1764.json           the lease of a node's agent, replaced every second while the agent lives
     generation-000003.json    members and layout of the third start of the run, or the end of the run
 
-A generation is created by linking a complete file to its name, which one process can do, also on NFS. Two
-agents that both think they lead can therefore not start two different generations of one number. Readers
-measure by their own clock for how long a lease has not changed, because the clocks of nodes differ.
+To create a generation, an agent writes a complete file and then links it to the generation's name. Only one
+process can create a name, also on NFS. So if two agents both believe that they lead, they still cannot start
+two different generations with the same number. Each reader uses its own clock to measure for how long a lease
+has not changed, because the clocks of nodes differ.
 """
 
 import contextlib
@@ -27,46 +29,50 @@ FORGET_S = 3600.0
 
 @dataclass
 class Lease:
-    """State of an agent and of its node, as the agent states it."""
+    """State of an agent and of its node, written by the agent itself."""
 
     key: str
-    """Name of the agent, which no other agent had."""
+    """Unique name of the agent: node, pid and start time."""
     node: str
     """Name of the node."""
     address: str
-    """Name by which the ranks of other nodes reach it."""
+    """Host name by which the ranks on other nodes reach this node."""
     ranks: int
     """Number of ranks that the node can run."""
     job: str
     """Slurm job id, empty outside of Slurm."""
     config: str
-    """Hash of the config. Agents of another config are not taken: they belong to another run."""
+    """Hash of the config and of `ranks`. An agent with another hash belongs to another run and cannot become
+    a member."""
     started: int
-    """Start of the agent in nanoseconds of its node's clock: of two agents on one node, the later counts."""
+    """Start time of the agent, in nanoseconds of its node's clock. Of two agents on one node, the later one
+    counts."""
     beat: int = 0
+    """Number of renewals of this lease."""
     ready: bool = False
-    """Whether it can start ranks."""
+    """Whether the agent can start ranks."""
     leaving: bool = False
-    """Whether the node was asked to leave: by SIGUSR2 or SIGTERM from Slurm."""
+    """Whether Slurm asked the node to leave, by SIGUSR2 or SIGTERM."""
     generation: int = 0
     """Number of the newest generation that the agent knows."""
     code: int | None = None
-    """Exit code of the ranks that it ran in this generation; None if they run, or if it is no member."""
+    """Exit code of this node's ranks in this generation. None while they run, or if the node is not a
+    member."""
 
 
 @dataclass
 class ElasticGeneration:
-    """One start of the run, or its end."""
+    """One start of the run. The last generation instead records the end of the run."""
 
     number: int
     members: list[Lease] = field(default_factory=list)
-    """The nodes in the order of their ranks; none at the end of the run."""
+    """The member nodes, in the order of their ranks. Empty if this generation is the end of the run."""
     overrides: list[str] = field(default_factory=list)
-    """The layout, as overrides."""
+    """The layout, as config overrides."""
     target: int = 0
-    """Number of nodes that the run had at its widest."""
+    """Largest number of nodes that the run has had; the leader submits a job to get them back."""
     code: int | None = None
-    """Exit code of the run, at its end."""
+    """Exit code of the run if this generation is its end, else None."""
     reason: str = ""
     step: int = 0
     """Step of the newest checkpoint when the generation began."""
@@ -79,14 +85,16 @@ class ElasticGeneration:
 
 
 class Board:
-    """The directory as one agent sees it."""
+    """The directory of leases and generations, as one agent sees it. lost_s: seconds after which a lease that
+    does not change counts as dead."""
 
     def __init__(self, run_dir: str, lost_s: float):
         self.directory, self._lost_s = Path(run_dir, DIRECTORY), lost_s
         for directory in (self.directory.parent, self.directory):
             make_private(directory)
         self._seen: dict[str, tuple[int, float, bool]] = {}
-        """Key of a lease -> its last beat, when it was first seen, and whether it followed another one."""
+        """Key of a lease -> (its last beat, when this beat was first seen, whether an earlier beat was
+        seen)."""
 
     def renew(self, lease: Lease) -> None:
         lease.beat += 1
@@ -95,7 +103,8 @@ class Board:
     def alive(self) -> list[Lease]:
         """Return the leases that were renewed within lost_s, one per node, ordered by node.
 
-        A lease is known to live from its second content on: it may have been left by an earlier start.
+        A lease counts as alive only after this agent has seen it change. A lease that never changes may have
+        been left behind by an earlier start.
         """
         now, found = time.monotonic(), dict[str, Lease]()
         for path in self.directory.glob("*.json"):
@@ -113,8 +122,8 @@ class Board:
         return sorted(found.values(), key=lambda lease: lease.node)
 
     def excuse(self, seconds: float) -> None:
-        """Do not count seconds during which this agent itself did not run, for example while it was
-        stopped."""
+        """Add seconds in which this agent itself did not run (for example, was stopped) to the times of all
+        leases, so that the leases do not look older than they are."""
         self._seen = {key: (beat, at + seconds, moved) for key, (beat, at, moved) in self._seen.items()}
 
     def silent_s(self, key: str) -> float:
@@ -122,12 +131,14 @@ class Board:
         return time.monotonic() - self._seen[key][1] if key in self._seen else 0.0
 
     def newest(self, known: ElasticGeneration | None) -> ElasticGeneration | None:
-        """Return the newest generation, `known` or a later one. A damaged one counts as one without members.
+        """Return the newest generation: `known` or a later one.
 
-        Raises OSError if a file cannot be read.
+        A damaged record is returned as a generation without members. Raises OSError if a file cannot be read.
         """
         number = 0 if known is None else known.number
-        if known is None:  # the names of later ones are known, which is safer than a list on a network disk
+        # Only the first call lists the directory. Later calls open the next name directly, which is safer,
+        # because a listing on a network disk may be out of date.
+        if known is None:
             numbers = [int(path.stem[-6:]) for path in self.directory.glob(f"generation-{'[0-9]' * 6}.json")]
             number = max(numbers, default=1) - 1
         while (content := _read(self._path(number + 1))) is not None:
@@ -139,9 +150,13 @@ class Board:
         return known
 
     def propose(self, generation: ElasticGeneration, by: str) -> None:
-        """Create the generation unless another agent was first. by: key of the lease of this agent."""
+        """Create the generation, unless another agent has already created this number.
+
+        by: key of this agent's lease.
+        """
         name = f"{by}.proposal"
-        self._replace(name, asdict(generation), sync=True)  # else a node that dies now may leave it empty
+        # Without sync, a node that dies now may leave an empty file.
+        self._replace(name, asdict(generation), sync=True)
         with contextlib.suppress(FileExistsError):
             os.link(self.directory / name, self._path(generation.number))
         (self.directory / name).unlink()
@@ -165,7 +180,11 @@ class Board:
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """Return the exit code of a node from its ranks' exit codes: 2, a fault's, 75 or 0, the first of them."""
+    """Return the exit code of a node, given the exit codes of its ranks.
+
+    The result is 2 if a rank ended with 2 (invalid input), else the first code of a fault, else 75 if a rank
+    ended with 75 (stopped), else 0. A rank killed by signal S counts as code 128 + S.
+    """
     faults = [code if code > 0 else 128 - code for code in codes if code not in (0, 75)]
     return 2 if 2 in faults else next(iter(faults), 75 if 75 in codes else 0)
 
@@ -173,12 +192,12 @@ def exit_code(codes: Sequence[int]) -> int:
 def _lease(content: dict | None) -> Lease | None:
     try:
         return Lease(**content or {})
-    except TypeError:  # removed meanwhile, or damaged
+    except TypeError:  # the file was removed meanwhile, or is damaged
         return None
 
 
 def _read(path: Path) -> dict | None:
-    """Return the content of a file, None if there is none, {} if it is damaged."""
+    """Return the content of a file; None if the file does not exist, {} if it is damaged."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""The Slurm jobs of an elastic run: which of them Slurm may requeue, and the job that brings further nodes.
+"""Manages the Slurm jobs of an elastic run: tells Slurm which jobs it may requeue, and submits a job for
+further nodes.
 
-`<run.dir>/elastic/job-4711` holds 1 if Slurm requeues job 4711 when its last node fails, else 0. That must
-not happen while the run lives in another job.
+An elastic run may use nodes of several jobs. `<run.dir>/elastic/job-4711` holds 1 if Slurm requeues job 4711
+when its last node fails, else 0. Slurm must not requeue job 4711 while the run continues in another job.
 """
 
 import os
@@ -16,15 +17,17 @@ from launch import slurm
 from launch.elastic_files import Lease
 
 ASK_S = 60.0
-"""Shortest time between two questions of the queue, in seconds."""
+"""Shortest time between two requests for further nodes, in seconds."""
 JOIN = "LOCKSTEP_JOIN"
-"""Environment variable: options and arguments of sbatch for a job that brings further nodes."""
+"""Environment variable with the options and arguments of sbatch for a job that brings further nodes."""
 
 
 class Jobs:
-    """The jobs as the agent of one node sees them.
+    """The jobs of the run, as the agent of one node sees them.
 
-    directory: with the leases. own: id of the node's job, empty outside of Slurm. say: writes a line.
+    directory: the directory of the leases.
+    own: id of the job that this node belongs to; empty outside of Slurm.
+    say: function that writes a line to the agent's log.
     """
 
     def __init__(self, directory: Path, own: str, say: Callable[[str], None]):
@@ -35,9 +38,11 @@ class Jobs:
             self._note(own, self._known().get(own, True))
 
     def tell(self, alive: Sequence[Lease], missing: int) -> None:
-        """Tell Slurm which jobs it may requeue, and submit a job for missing nodes; for the leader.
+        """Tell Slurm which jobs it may requeue, and submit a job for missing nodes. Only the leader calls
+        this.
 
-        Does not wait, because the lease must be renewed while Slurm does not answer.
+        A thread calls Slurm, because the agent must renew its lease even if Slurm does not answer.
+        alive: the living leases. missing: number of nodes to request.
         """
         if self._thread.is_alive():
             return
@@ -53,10 +58,11 @@ class Jobs:
             self._thread.start()
 
     def end(self, code: int, nodes_left: Sequence[str], nodes: Sequence[str]) -> None:
-        """Let the own job end as the run does; for the job's last agent.
+        """Make this node's job end in the same way as the run. Only the last agent of a job calls this.
 
-        Its batch script does it, unless the job's first node is lost. code: of the run. nodes_left: live
-        nodes of the job. nodes: all of the job.
+        Usually the batch script ends or requeues the job. The script runs on the first node of the job, so if
+        that node is lost, the agent does it instead.
+        code: exit code of the run. nodes_left: living nodes of the job. nodes: all nodes of the job.
         """
         again = code == 75 and os.environ.get("NO_REQUEUE", "0") != "1"
         try:
@@ -92,7 +98,7 @@ class Jobs:
         self._note(job, requeue)
         try:
             slurm.run("scontrol", "update", f"JobId={job}", f"Requeue={requeue:d}")
-        except slurm.SlurmError as error:  # if Slurm then requeues the job, its nodes join as others would
+        except slurm.SlurmError as error:  # if Slurm requeues the job later, its nodes join the run as spares
             self._say(str(error))
 
     def _known(self) -> dict[str, bool]:

@@ -1,8 +1,11 @@
-"""The process beside an agent of an elastic run that has imported what ranks import, and forks them.
+"""Forks the ranks of one node of an elastic run from a process that has already imported their modules.
 
-A rank then starts within a second, and a recovery needs no imports, which take most of the start of a run.
-Requests and answers are JSON, one per line: the agent sends [environment, arguments, log file] of a rank and
-receives its pid, and later [pid, exit code]. When the agent ends, so does this process, and its ranks.
+Each agent (`launch.elastic`) starts one such process. Imports take most of the start of a run; a forked rank
+needs none, so it starts within a second, also in a recovery.
+
+The agent and this process exchange JSON, one object per line. To start a rank, the agent sends [environment,
+arguments, log file]. The process answers with the pid, and later with [pid, exit code]. When the agent ends,
+this process and its ranks end, too.
 """
 
 import atexit
@@ -31,9 +34,12 @@ class NodeRanks:
     """The ranks of this node, as the agent sees them."""
 
     def __init__(self, arguments: list[str], number: int):
-        """Begin the imports. arguments: of train_rl.py. number: of ranks."""
+        """Start the process, which begins its imports.
+
+        arguments: command line of train_rl.py. number: number of ranks on this node.
+        """
         self.codes: dict[int, int | None] = {}
-        """Exit code of each rank of the present generation, None while it runs."""
+        """pid -> exit code, for each rank of the present generation. The code is None while the rank runs."""
         self.is_ready = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "launch.elastic_ranks", str(number), *arguments],
@@ -44,7 +50,7 @@ class NodeRanks:
         )
 
     def poll(self) -> None:
-        """Read what has been answered. Raises EOFError if the process has ended."""
+        """Read all answers that have arrived. Raises EOFError if the process has ended."""
         assert self._process.stdout is not None
         while select.select([self._process.stdout], [], [], 0)[0]:
             answer = self._read()
@@ -59,11 +65,11 @@ class NodeRanks:
         self._process.stdin.write(json.dumps([environ, arguments, str(log)]).encode() + b"\n")
         self._process.stdin.flush()
         while not isinstance(pid := self._read(), int):
-            pass  # the end of a rank of an earlier generation
+            pass  # this answer reports the exit of a rank of an earlier generation
         self.codes[pid] = None
 
     def kill(self) -> None:
-        """End the ranks, and what they started, and forget them."""
+        """Kill the ranks and the processes that they started, and clear `codes`."""
         for pid in self.codes:
             _signal(os.killpg, pid, signal.SIGKILL)
         while None in self.codes.values():
@@ -78,7 +84,7 @@ class NodeRanks:
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()  # whole lines are written at once
+        line = self._process.stdout.readline()  # does not block for long: the process writes whole lines
         if not line:
             code = self._process.wait()
             if not self.is_ready and code > 0:  # its traceback is above
@@ -88,12 +94,12 @@ class NodeRanks:
 
 
 def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+    with contextlib.suppress(ProcessLookupError):  # the process has ended meanwhile
         send(pid, number)
 
 
 def end_with_parent() -> None:
-    """Let this process be killed when its parent ends; between fork and exec."""
+    """Ask the kernel to kill this process when its parent ends. Call it between fork and exec."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -101,7 +107,10 @@ def end_with_parent() -> None:
 
 
 def main(number: int, arguments: list[str]) -> None:
-    """Import, then fork ranks until the input ends."""
+    """Import all modules, then fork ranks on request until the input ends.
+
+    number: number of ranks on this node. arguments: command line of train_rl.py.
+    """
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     gc.disable()
@@ -109,8 +118,8 @@ def main(number: int, arguments: list[str]) -> None:
         warnings.simplefilter("ignore")
         set_here = import_all(number, arguments)
     gc.collect()
-    gc.freeze()  # the pages of these objects stay shared
-    can_fork = len(os.listdir("/proc/self/task")) == 1  # a rank would lack the other threads
+    gc.freeze()  # the collector ignores the present objects, so their memory pages stay shared with the ranks
+    can_fork = len(os.listdir("/proc/self/task")) == 1  # a fork copies only one thread
     if not can_fork:
         print("a module started a thread, so that each start of a rank imports all modules", file=sys.stderr)
     _tell(answers, "ready")
@@ -135,7 +144,8 @@ def main(number: int, arguments: list[str]) -> None:
 
 
 def import_all(number: int, arguments: list[str]) -> dict[str, str]:
-    """Import what a rank of this config imports; return the variables that this set."""
+    """Import the modules that a rank of this config imports; return the environment variables set
+    meanwhile."""
     from rl.config.command_line import parse_command_line
     from rl.config.schema import Config, load_config, needs_engine
     from rl.runtime.ranks import Ranks as World
@@ -145,7 +155,7 @@ def import_all(number: int, arguments: list[str]) -> dict[str, str]:
     command = parse_command_line(Config, arguments, description="")
     config = load_config(command.config, command.overrides)
     before = dict(os.environ)
-    world = World(0, 2 * number, 0, number, "slurm", "")  # as on one node of several
+    world = World(0, 2 * number, 0, number, "slurm", "")  # placeholder: the first of two nodes
     prepare_environment(world, in_order=not config.roles.is_on)
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # see rl.runtime.session
@@ -161,12 +171,15 @@ def import_all(number: int, arguments: list[str]) -> dict[str, str]:
 
 
 def fork(environ: dict[str, str], arguments: list[str], log: str, answers: int) -> int:
-    """Fork a rank in a session of its own; return its pid. answers: a file that it must not hold."""
+    """Fork a rank in a session of its own; return its pid.
+
+    answers: descriptor of the answers to the agent; the rank closes its copy.
+    """
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     has_begun, begins = os.pipe()
     if pid := os.fork():
         os.close(begins)
-        os.read(has_begun, 1)  # returns when the session exists, which may then be killed
+        os.read(has_begun, 1)  # returns when the rank's session exists, so that `kill` can reach it
         os.close(has_begun)
         os.close(file)
         return pid
@@ -199,7 +212,7 @@ def fork(environ: dict[str, str], arguments: list[str], log: str, answers: int) 
 
 
 def execute(environ: dict[str, str], arguments: list[str], log: str, answers: int) -> int:
-    """Start a rank as a new interpreter; return its pid."""
+    """Start a rank as a new interpreter; return its pid. Used where the process cannot fork."""
     with open(log, "a") as file:
         command = [sys.executable, str(TRAIN), *arguments]
         nothing = subprocess.DEVNULL

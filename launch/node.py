@@ -1,10 +1,12 @@
-"""The ranks of one node of a job of PBS, LSF or Flux, for slurm/nodes.sh.
+"""Starts the ranks of one node of a PBS, LSF or Flux job. slurm/nodes.sh calls it.
 
     NODE_RANK=1 python -m launch.node NODES RANKS LOGS PROGRAM [argument ...]
 
-Rank 0 writes to the output of this process, each other rank to LOGS/rank-N.log. The ranks meet as the ranks
-of a Slurm step do (`rl.runtime.rendezvous`). When one ends with an error, the others have GRACE_S seconds to
-report the cause. The exit code is the ranks'.
+NODE_RANK is the number of this node, from 0. Rank 0 writes to the output of this process, and every other
+rank writes to LOGS/rank-N.log. The ranks find each other in the same way as the ranks of a Slurm step
+(`rl.runtime.rendezvous`). When a rank ends with an error, the others have GRACE_S seconds to report the
+cause; then they are killed. The exit code follows from the exit codes of the ranks
+(`elastic_files.exit_code`).
 """
 
 import os
@@ -20,7 +22,7 @@ from launch.elastic_ranks import end_with_parent
 
 GRACE_S = 60.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-"""Signals that the ranks receive, too."""
+"""Signals that this process passes on to its ranks."""
 
 
 def main(argv: Sequence[str]) -> int:

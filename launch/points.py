@@ -1,10 +1,10 @@
-"""The points of a sweep: the values of each point's keys, and its name.
+"""Makes the points of a sweep: for each point, its name and the values of its config keys.
 
     # every combination
     grid:   {training.optimizer.lr: [1e-6, 2e-6], rollout.samples_per_prompt: [4, 8, 16]}
-    # first with first, and so on
+    # first value with first value, second with second
     zip:    {training.tp: [1, 2], training.pp: [2, 1]}
-    # draws
+    # random draws
     random: {points: 10, seed: 0, keys: {objective.clip_high: {uniform: [0.2, 0.3]}}}
     # run.seed of each point
     seeds:  [1, 2, 3]
@@ -12,8 +12,8 @@
     skip:   ["training.tp * training.pp > 8"]
     only:   ["rollout.samples_per_prompt > 4 or training.optimizer.lr < 2e-6"]
 
-The points are all combinations of grid, zip, random and seeds that satisfy the conditions. A point's name
-depends only on its own values, so that it keeps its run when other points are added.
+The points are all combinations of grid, zip, random and seeds that satisfy the conditions. The name of a
+point depends only on its own values. When you add other points, it therefore keeps its name and its run.
 """
 
 import itertools
@@ -45,10 +45,10 @@ class SweepRun:
 
 
 def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[SweepRun]:
-    """Return the points of a sweep file's grid, zip, random and seeds; seeds vary fastest.
+    """Return the points of a sweep file's grid, zip, random and seeds. Seeds vary fastest.
 
-    known: value of every key of the config without the sweep, for conditions. Raises ConfigError for an
-    invalid sweep.
+    known: dotted key -> value, for every key of the config without the sweep; the conditions may use these
+    keys. Raises ConfigError for an invalid sweep.
     """
     parts = [
         _grid(_mapping(sweep, "grid")),
@@ -117,7 +117,10 @@ def _list(section: str, key: str, values: Any) -> list:
 
 
 def _random(section: dict) -> list[dict]:
-    """Return the draws. Each depends only on seed, number and key, so that further points change no draw."""
+    """Return the random draws, one dict per point.
+
+    A draw depends only on the seed, the point's number and the key, so adding points changes no earlier draw.
+    """
     if not section:
         return [{}]
     if section.keys() != {"points", "seed", "keys"}:
@@ -151,7 +154,7 @@ def _draw(key: str, spec: Any, rng: random.Random) -> Any:
 
 
 def _rounded(value: float) -> float:
-    """Round to four digits, so that the name shows the exact value."""
+    """Round to four significant digits, so that the point's name can show the exact value."""
     return float(f"{value:.4g}")
 
 
@@ -170,7 +173,7 @@ def _is_selected(sweep: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
 
 
 def tasks_text(tasks: Iterable[int]) -> str:
-    """Return task numbers in the format of sbatch --array: 0,2-5."""
+    """Return task numbers in the format of sbatch --array, for example 0,2-5."""
     out: list[list[int]] = []
     for task in sorted(tasks):
         if out and out[-1][1] == task - 1:

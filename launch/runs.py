@@ -1,7 +1,7 @@
-"""The state of runs, from their directories and Slurm's queue.
+"""Finds the state of runs from their directories and from Slurm's queue.
 
-Reads the files of a run (`status.json`, `metrics.jsonl`, `heartbeat/`) and of the launch commands
-(`launch/jobs.jsonl`).
+It reads the files of a run (`status.json`, `metrics.jsonl`, `heartbeat/`) and the file of submissions that
+the launch commands write (`launch/jobs.jsonl`).
 """
 
 import itertools
@@ -20,13 +20,13 @@ from rl.run_directory.metric_log import number_of, parse_record
 from rl.run_directory.status import read_object
 
 DIRECTORY = "launch"
-"""Subdirectory of a run or a sweep for batch files, logs and submissions."""
+"""Subdirectory of a run or of a sweep that holds batch files, logs and the list of submissions."""
 JOBS, SWEEP = "jobs.jsonl", "sweep.json"
 RANK_LOGS = ".ranks"
-"""Suffix of slurm/job.sh's directory with rank logs and a copy of the run's status.json: for example,
-x-17.ranks."""
+"""Suffix of the directory in which slurm/job.sh keeps the rank logs and a copy of the run's status.json, for
+example x-17.ranks for job 17 with the name x."""
 SILENT_S = 300.0
-"""Seconds without a heartbeat after which a running run counts as lost, if its job is not in the queue."""
+"""A run whose job is not in the queue counts as lost after this many seconds without a heartbeat."""
 UNREADABLE_RUN = "unreadable"
 """State of a run with files that cannot be read."""
 STATUS = dict(state="", step=None, max_steps=None, time=None, restarts=None, job="", reason="")
@@ -56,7 +56,10 @@ class RunState:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """Return the run directories: the directory itself and up to two levels below; all points of a sweep."""
+    """Return the run directories among `directory` itself and the directories up to two levels below it.
+
+    For a sweep, the result has all points, including points that have no directory yet.
+    """
     if not directory.is_dir():
         raise ConfigError(f"there is no directory {directory}.")
     places = (directory, *sorted(directory.glob("*/")), *sorted(directory.glob("*/*/")))
@@ -65,7 +68,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def _runs_at(place: Path) -> list[Path]:
-    """Return the run directories of a path: itself, or the runs that a sweep's directory names."""
+    """Return the run directories of a path: all points if it is a sweep, itself if it is a run, else none."""
     if (place / DIRECTORY / SWEEP).is_file():
         return [place / point["name"] for point in read_sweep(place)["points"]]
     files = (place / "status.json", place / "metrics.jsonl", place / DIRECTORY / JOBS)
@@ -104,8 +107,8 @@ def noted_jobs(directory: Path) -> list[dict]:
 def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list[RunState]:
     """Return the state of each run, with one call of squeue.
 
-    If Slurm does not answer, the states follow from files alone, with a warning; with `needs_queue`
-    SlurmError is raised.
+    If Slurm does not answer, a warning is printed and the states follow from the files alone. With
+    `needs_queue`, SlurmError is raised instead.
     """
     reported = [_readable(directory) for directory in directories]
     readable = {run.directory: run for run in reported if run.state != UNREADABLE_RUN}
@@ -123,7 +126,7 @@ def read_runs(directories: Iterable[Path], *, needs_queue: bool = False) -> list
 
 
 def _readable(directory: Path) -> RunState:
-    """Return the state of a run; UNREADABLE if its files cannot be read."""
+    """Return the state of a run; the state is UNREADABLE_RUN if its files cannot be read."""
     try:
         return _reported(directory)
     except Exception as error:
@@ -159,9 +162,10 @@ def _count(value: object) -> int | None:
 
 
 def _silence(directory: Path, otherwise: float | None) -> float | None:
-    """Return seconds since the oldest heartbeat of any rank, or since `otherwise` if there is none.
+    """Return the seconds since the last heartbeat of the rank that has been silent longest.
 
-    The heartbeats of a point of a sweep in one job are in the directory above, which is the sweep's.
+    otherwise: Unix time that is used if there are no heartbeats. If a sweep runs in one job, the heartbeats
+    of its points are in the directory of the sweep, one level above the directory of a point.
     """
     oldest = []
     for place in (directory, directory.parent):
@@ -174,7 +178,7 @@ def _silence(directory: Path, otherwise: float | None) -> float | None:
 
 
 def _jobs_of(run: RunState) -> list[str]:
-    """Return the job in the run's status, and the newest one that was submitted for it."""
+    """Return the ids of the run's jobs: the job in its status, and the newest job submitted for the run."""
     own = noted_jobs(run.directory / DIRECTORY)[-1:]
     jobs = [run.job, *(noted["job"] for noted in own)]
     sweep = run.directory.parent / DIRECTORY
@@ -208,5 +212,5 @@ def _last_record(path: Path) -> dict:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - (1 << 16)))
         lines = file.read().splitlines()
-    records = map(parse_record, reversed(lines))  # the first and the last line may be cut off
+    records = map(parse_record, reversed(lines))  # skips lines that were cut off: the first and the last
     return next((record for record in records if record is not None), {})

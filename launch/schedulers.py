@@ -1,8 +1,10 @@
-"""The schedulers of `launch submit` and `sweep`: Slurm, PBS Pro, LSF and Flux.
+"""Writes and submits batch files for the schedulers of `launch submit` and `sweep`: Slurm, PBS Pro, LSF and
+Flux.
 
-A batch file of the last three holds the options and the run, and sources slurm/train.pbs, train.lsf or
-train.flux, which stop it before the time limit and run it again. The manuals are named at each; only Slurm's
-files have been run by their scheduler.
+A batch file for PBS, LSF or Flux holds the options and the command line of the run. It sources
+slurm/train.pbs, train.lsf or train.flux, which stop the run before the time limit and make the scheduler run
+it again. Each function below names the manual that it follows. Only the Slurm files have been run by a real
+scheduler.
 """
 
 import re
@@ -19,11 +21,11 @@ from rl.config.durations import seconds_of
 from rl.config.options import ConfigError
 
 CORES_PER_GPU = 8
-"""Cores of a rank on a GPU node unless cpus_per_task is given, as in slurm/train.pbs."""
+"""Number of cores per rank on a GPU node if cpus_per_task is not given, as in slurm/train.pbs."""
 
 
 class Slurm:
-    """Slurm. Its batch files use slurm/job.sh; the methods are the same as in `Other`."""
+    """Slurm. Its batch files source slurm/job.sh. The methods do the same as those of `Other`."""
 
     suffix = ".sbatch"
     render = staticmethod(batch_file.render)
@@ -44,20 +46,22 @@ class Slurm:
 
 @dataclass(frozen=True)
 class Other:
-    """A scheduler with batch files that use slurm/nodes.sh, for example PBS Pro."""
+    """A scheduler other than Slurm, for example PBS Pro. Its batch files source slurm/nodes.sh."""
 
     suffix: str
+    """Suffix of batch files, for example .pbs."""
     directive: str
-    """Start of a line with options."""
+    """Start of a line with options, for example #PBS."""
     options: Callable[[Resources, str, Path], list[str]]
-    """Options of a job of these resources with this name and this directory of logs."""
+    """Function (resources, job name, directory of logs) -> options of the job."""
     directory: str
-    """Variable with the start directory of a job."""
+    """Environment variable with the directory in which a job starts."""
     index: str
-    """Task of an array, in bash."""
+    """Bash expression for the number of the task in an array. Empty if the scheduler has no arrays."""
     commands: Callable[[Path, str, Sequence[int], int], list[list[str]]]
-    """Commands that submit a file, or these of its tasks, at most that many at a time. A last '<' stands for
-    the file as standard input."""
+    """Function (batch file, job name, tasks, at_a_time) -> commands that submit the file. If tasks are given,
+    the commands submit these tasks, of which at most at_a_time run at once (0: no limit). If the last word of
+    a command is '<', the batch file is its standard input."""
 
     def render(
         self,
@@ -69,7 +73,7 @@ class Other:
         overrides: Sequence[str],
         command: str,
     ) -> str:
-        """Return the batch file of one run (`launch.batch_file.render`)."""
+        """Return the batch file of one run. `launch.batch_file.render` explains the arguments."""
         run = batch_file.one_per_line("set --", [config, *overrides])
         return self._file(resources, name, logs, command, run)
 
@@ -85,7 +89,7 @@ class Other:
         tasks: Sequence[int],
         at_a_time: int,
     ) -> str:
-        """Return the batch file of a sweep's tasks. points: directory with a file of overrides per task."""
+        """Return the batch file of a sweep's tasks. points: directory with one file of overrides per task."""
         if at_a_time and not self.index:
             raise ConfigError(
                 f"at_a_time={at_a_time} limits an array, which Flux does not have; leave it out."
@@ -136,18 +140,18 @@ set -- {shlex.quote(config)} "${{overrides[@]}}" """
 
 
 def _plain(name: str) -> str:
-    """Return the name of a job without characters that have a meaning in options, such as a blank or [."""
+    """Return a job name in which characters with a meaning in options, such as a blank or [, become '-'."""
     return re.sub(r"[^\w.+=-]", "-", name)
 
 
 def _clock(time: str, *, with_seconds: bool) -> str:
-    """Return Slurm's time as hours:minutes[:seconds]."""
+    """Return a time in Slurm's format, converted to hours:minutes or hours:minutes:seconds."""
     minutes, rest = divmod(seconds_of(time), 60)
     return f"{minutes // 60:02}:{minutes % 60:02}" + (f":{rest:02}" if with_seconds else "")
 
 
 def _pbs(resources: Resources, name: str, logs: Path) -> list[str]:
-    """PBS Pro 2022.1 User's Guide, qsub(1B)."""
+    """Return the options of qsub. Manual: PBS Pro 2022.1 User's Guide, qsub(1B)."""
     ranks = resources.gpus_per_node or resources.ranks_per_node
     cores = ranks * (resources.cpus_per_task or (CORES_PER_GPU if resources.gpus_per_node else 1))
     chunk = f"{resources.nodes}:ncpus={cores}:mpiprocs=1"
@@ -164,7 +168,8 @@ def _pbs(resources: Resources, name: str, logs: Path) -> list[str]:
 
 
 def _lsf(resources: Resources, name: str, logs: Path) -> list[str]:
-    """LSF 10.1 Command Reference, bsub. Without seconds."""
+    """Return the options of bsub, which takes times without seconds. Manual: LSF 10.1 Command Reference,
+    bsub."""
     out = [f"-J {name}", f"-n {resources.nodes}", "-R span[ptile=1]"]
     if resources.gpus_per_node:
         out += [f"-gpu num={resources.gpus_per_node}:mode=shared:j_exclusive=yes", "-x"]
@@ -174,7 +179,8 @@ def _lsf(resources: Resources, name: str, logs: Path) -> list[str]:
 
 
 def _flux(resources: Resources, name: str, logs: Path) -> list[str]:
-    """flux-core, flux-batch(1). A job has all of a node's memory."""
+    """Return the options of flux batch, whose jobs get all memory of a node. Manual: flux-core,
+    flux-batch(1)."""
     if resources.mem:
         raise ConfigError(
             f"mem={resources.mem}: Flux gives a job whole nodes with their memory; leave it out."
@@ -197,7 +203,11 @@ def _limit(at_a_time: int) -> str:
 
 
 def _qsub(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> list[list[str]]:
-    """qsub -J takes one range X-Y:Z, so several ranges are several arrays, and a single task is a job."""
+    """Return the qsub commands.
+
+    qsub -J takes only one range X-Y:Z. Each range of tasks therefore becomes an array of its own, and a
+    single task becomes a plain job with POINT set.
+    """
     out = []
     for part in tasks_text(tasks).split(",") if tasks else [""]:
         array = ["-J", part + _limit(at_a_time)] if "-" in part else ["-v", f"POINT={part}"] if part else []
@@ -206,13 +216,13 @@ def _qsub(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> list[l
 
 
 def _bsub(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> list[list[str]]:
-    """Elements of an LSF array count from 1."""
+    """Return the bsub command. The elements of an LSF array count from 1, so 1 is added to each task."""
     array = tasks_text([task + 1 for task in tasks])
     return [["bsub", *(["-J", f"{name}[{array}]{_limit(at_a_time)}"] if tasks else []), "<"]]
 
 
 def _flux_batch(file: Path, name: str, tasks: Sequence[int], at_a_time: int) -> list[list[str]]:
-    """Flux has no arrays of batch jobs: a job for each task."""
+    """Return the flux commands: one job for each task, because Flux has no arrays of batch jobs."""
     command = ["flux", "batch"]
     each = [[*command, f"--job-name={name}-{task}", f"--env=POINT={task}", str(file)] for task in tasks]
     return each or [[*command, str(file)]]

@@ -1,4 +1,7 @@
-"""Calls of a scheduler's commands, with a time limit and errors that name a remedy."""
+"""Calls the commands of a scheduler, with a time limit and with errors that name a remedy.
+
+`run` calls a command of any scheduler; the other functions are for Slurm only.
+"""
 
 import os
 import re
@@ -19,11 +22,11 @@ def available() -> bool:
 
 
 def run(*command: str, given: str | None = None) -> str:
-    """Return the output of a command. Raise SlurmError if it is missing, fails or does not answer.
+    """Return the output of a command. Raises SlurmError if it is missing, fails or does not answer.
 
-    given: its standard input.
+    given: standard input of the command.
     """
-    # Inside a job, the new job would inherit its variables.
+    # If this runs inside a job, the new job would inherit the SLURM_* variables of the present job.
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -50,13 +53,14 @@ def submit(file: str, *, options: Sequence[str] = ()) -> str:
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:
-    """Return the states of the jobs that are in the queue, e.g. 17 -> RUNNING; {} without Slurm.
+    """Return job -> state for those of the given jobs that are in the queue, for example 17 -> RUNNING.
 
-    A task of an array is 17_3, in the argument and in the result.
+    Task 3 of array 17 is written 17_3, in the argument and in the result. Returns {} on a machine without
+    Slurm.
     """
     ids = {job for job in jobs if re.fullmatch(r"\d+(_\d+)?", job)}
     if not ids or not available():
         return {}
-    # All jobs of the user, because squeue fails if one of the given jobs is no longer known.
+    # Ask for all jobs of the user: squeue fails if it is asked for a job that it no longer knows.
     found = dict(line.split() for line in run("squeue", "--me", "-h", "-r", "-o", "%i %T").splitlines())
     return {job: state for job, state in found.items() if job in ids}

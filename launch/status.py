@@ -1,8 +1,9 @@
-"""`python -m launch status [DIR ...]`: a table of runs.
+"""`python -m launch status [DIR ...]`: print a table of runs.
 
-DIR is a run directory, a sweep, or a directory of these (default: runs). States: queued, running, stopped
-(can continue), finished, failed, lost (ended without a report: its job has ended, or it has had no heartbeat
-for minutes), unstarted, unreadable (the reason says why).
+DIR is a run directory, the directory of a sweep, or a directory that contains runs or sweeps (default: runs).
+States: queued, running, stopped (can continue), finished, failed, lost, unstarted, unreadable (the column
+`reason` says why). A lost run has ended without a report: its job has ended, or it has had no heartbeat for
+5 minutes.
 """
 
 from collections import Counter
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
 
 
 def table(runs: list[RunState]) -> str:
-    """Return one line per run; '-' for unknown values."""
+    """Return a table with one line per run. Unknown values are shown as '-'."""
     rows = [["run", "state", "step", "reward", "heartbeat", "attempts", "job", "reason"]]
     for run in runs:
         steps = None if run.step is None else f"{run.step}" + (f"/{run.max_steps}" if run.max_steps else "")
@@ -55,7 +56,7 @@ def _cell(value: object) -> str:
 
 
 def age(seconds: float) -> str:
-    """Return 12 s, 3 min, 2 h or 5 d, rounded down."""
+    """Return a duration rounded down to one unit, for example 12 s, 3 min, 2 h or 5 d."""
     for limit, unit, word in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{int(seconds // unit)} {word}"

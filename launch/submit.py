@@ -1,8 +1,8 @@
-"""`python -m launch submit`: one run as a job of Slurm, PBS Pro, LSF or Flux.
+"""`python -m launch submit`: submit one run as a job of Slurm, PBS Pro, LSF or Flux.
 
-Writes RUN_DIR/launch/job.sbatch (.pbs, .lsf, .flux), prints it with the resolved config, the estimate of
-memory and time and the GPU-hours, and submits it. Arguments after -- are config overrides. With --dry-run
-nothing is submitted, but the file is written.
+The command writes the batch file RUN_DIR/launch/job.sbatch (or .pbs, .lsf, .flux). It prints the file, the
+resolved config, an estimate of memory and time, and the GPU-hours. Then it submits the file. Arguments after
+-- are config overrides. With --dry-run the file is written but not submitted.
 """
 
 import shlex
@@ -66,9 +66,9 @@ def main(argv: list[str]) -> int:
 
 
 def print_estimate(config: Config, resources: Resources) -> bool:
-    """Print the report of train_rl.py --dry-run and the GPU-hours; return whether the run fits.
+    """Print the report of train_rl.py --dry-run and the GPU-hours; return whether the run fits into memory.
 
-    For CPU nodes nothing is estimated, and the result is True.
+    Nothing is estimated for CPU nodes, and the result is True.
     """
     if not resources.gpus_per_node:
         print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")

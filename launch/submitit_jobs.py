@@ -1,4 +1,4 @@
-"""Runs as submitit jobs: submission from Python, arrays by map_array, requeueing by submitit's checkpoints.
+"""Submits runs from Python as submitit jobs, including arrays (map_array) and requeueing by submitit.
 
     from launch.submitit_jobs import Train, executor
 
@@ -7,11 +7,12 @@
     many = jobs.map_array(Train(), ["configs/quickstart.yaml"] * 2, [["run.name=b"], ["run.name=c"]])
     print(job.result())                 # {'state': 'finished', 'step': 150, ...}: the run's status.json
 
-submitit starts one task per rank, and sends SIGUSR2 to the first one when its time is over or it is
-pre-empted. In that task `Train.checkpoint` waits until train_rl.py, which receives the same signal, has
-stopped with a checkpoint. It then returns the same call to submitit, which requeues the job, and the run
-continues under its name.
-Everything else works without submitit.
+submitit starts one task per rank. When the time of the job is over, or the job is pre-empted, the first task
+receives SIGUSR2 and submitit calls `Train.checkpoint` there. `Train.checkpoint` sends the signal on to
+train_rl.py and waits until train_rl.py has stopped with a checkpoint. It then returns the same call to
+submitit. submitit requeues the job, and the run continues under its name.
+
+No other part of Lockstep needs submitit.
 """
 
 import json
@@ -39,17 +40,17 @@ STOPPED_EXIT = 75
 
 
 class RunFailed(RuntimeError):
-    """Raised when train_rl.py ended with an error, which is in the task's log."""
+    """Raised when train_rl.py ended with an error. The log of the task contains the error."""
 
 
 def executor(folder: str, *, max_restarts: int = 100, **parameters: Any) -> "submitit.SlurmExecutor":
     """Return a submitit executor for Slurm. Raises ConfigError if submitit or Slurm is missing.
 
-    folder: for submitit's pickles and logs, on a disk that all nodes share.
-    max_restarts: how often a job is requeued after its time limit.
-    parameters: of submitit's SlurmExecutor, such as nodes, ntasks_per_node (ranks), gpus_per_node, time (in
-        minutes), array_parallelism and signal_delay_s, by which the ranks get the signal before the time
-        limit; `additional_parameters` holds further options of sbatch.
+    folder: directory for submitit's pickles and logs, on a disk that all nodes share.
+    max_restarts: how many times a job may be requeued after its time limit.
+    parameters: parameters of submitit's SlurmExecutor, such as nodes, ntasks_per_node (ranks), gpus_per_node,
+        time (in minutes), array_parallelism and signal_delay_s (seconds before the time limit at which the
+        ranks get the signal). `additional_parameters` holds further options of sbatch.
     """
     try:
         import submitit
@@ -62,7 +63,7 @@ def executor(folder: str, *, max_restarts: int = 100, **parameters: Any) -> "sub
     make_private(Path(folder.partition("%")[0]))  # `%j` is submitit's job
     made = submitit.SlurmExecutor(folder=folder, max_num_timeout=max_restarts)
     more = {"requeue": True, **parameters.pop("additional_parameters", {})}
-    # As in slurm/job.sh: a rank that fails ends all, and each rank sees all GPUs of its node.
+    # As in slurm/job.sh: a rank that fails ends all ranks, and each rank sees all GPUs of its node.
     srun = ["--kill-on-bad-exit=1", *(["--gpu-bind=none"] if parameters.get("gpus_per_node") else [])]
     defaults = {"nodes": 1, "ntasks_per_node": 1, "time": 60, "signal_delay_s": 90}
     made.update_parameters(srun_args=srun, additional_parameters=more, **{**defaults, **parameters})
@@ -82,7 +83,7 @@ class Train:
     def __call__(self, config: str, overrides: Sequence[str] = ()) -> dict:
         """Run to the end; return the run's status.json. Raises RunFailed."""
         command = [sys.executable, "-u", str(ROOT / "train_rl.py"), "--config", config, *overrides]
-        # Blocked until the program has set up its handling of the signal.
+        # The program inherits the block, so that a signal stays pending until the program can handle it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
             self._process = subprocess.Popen(command, env=_environment())
@@ -90,7 +91,8 @@ class Train:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         code = self._wait()
         if code == STOPPED_EXIT and os.environ.get("SLURM_PROCID", "0") == "0":
-            # It stopped by itself (run.max_time); submitit requeues it as at the end of its time.
+            # The run stopped by itself (run.max_time). This signal makes submitit requeue the job, as it does
+            # at the time limit.
             os.kill(os.getpid(), signal.SIGUSR2)
         if code not in (0, STOPPED_EXIT):
             raise RunFailed(
@@ -100,7 +102,7 @@ class Train:
         return json.loads(status.read_text())
 
     def checkpoint(self, config: str, overrides: Sequence[str] = ()) -> "DelayedSubmission":
-        """Stop the run and return the same call. Called by submitit's SIGUSR2 handler on the first rank."""
+        """Stop the run and return the same call. submitit's SIGUSR2 handler calls this on the first rank."""
         from submitit.helpers import DelayedSubmission
 
         if self._process is not None and self._wait(stop=True) not in (0, STOPPED_EXIT):
@@ -111,11 +113,12 @@ class Train:
         return DelayedSubmission(Train(), config, overrides)
 
     def _wait(self, *, stop: bool = False) -> int:
-        """Return the exit code of the program. stop: send it the signal first."""
+        """Wait for the program and return its exit code. stop: whether to send it SIGUSR2 first."""
         assert self._process is not None
         if stop and self._code is None:
             self._process.send_signal(signal.SIGUSR2)
-        # Not Popen.wait: the interrupted call of the same thread may hold its lock.
+        # Popen.wait is not used: the signal handler may have interrupted a call of Popen.wait in this thread,
+        # and that call would hold the lock.
         while self._code is None:
             status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
             assert status is not None  # without WNOHANG the call waits

@@ -1,8 +1,9 @@
-"""`python -m launch sweep SWEEP.yaml`: many runs as one job array, or in one job, with a directory each.
+"""`python -m launch sweep SWEEP.yaml`: submit many runs as one job array, or in one job.
 
-Writes SWEEP_DIR/launch (the batch file, the overrides of each point, the submissions) and submits one array
-with at most `at_a_time` tasks at once. A second call submits points that are new in the file; with --only
-failed it submits points that did not finish and are not in the queue; they continue from their checkpoints.
+Each run has a directory of its own. The command writes SWEEP_DIR/launch (the batch file, the overrides of
+each point, the list of submissions). It then submits one array, of which at most `at_a_time` tasks run at
+once. If you call the command again, it submits only the points that are new in the file. With `--only failed`
+it submits the points that did not finish and are not in the queue; these continue from their checkpoints.
 docs/launch.md describes the file.
 """
 
@@ -32,32 +33,34 @@ class SweepFile:
     """The fields of a sweep file."""
 
     name: str = ""
-    """Name of the sweep and of its directory, `runs/<name>`, and of the job. Required."""
+    """Name of the sweep, of its directory (`runs/<name>`), and of the job. Required."""
     dir: str = ""
     """Directory of the sweep. Empty: `runs/<name>`."""
     config: str = ""
-    """YAML file of the run that is varied. Required."""
+    """YAML file of the run that the sweep varies. Required."""
     mode: Literal["array", "adapters"] = "array"
-    """array: a task of a job array for each point. adapters: all points in one job, as adapters of one base
-    model (`sweep.adapters`)."""
+    """array: each point is a task of a job array. adapters: all points run in one job, as adapters of one
+    base model (`sweep.adapters`)."""
     at_a_time: int = 0
     """Maximum number of points that run at once (the % of sbatch --array). 0: no limit."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Dotted keys and values of all points."""
+    """Dotted keys and values that apply to all points."""
     grid: dict[str, Any] = field(default_factory=dict)
     """Keys with lists of values: every combination."""
     zip: dict[str, Any] = field(default_factory=dict)
-    """Keys with equally long lists: first with first, second with second."""
+    """Keys with equally long lists of values: the first values form a point, then the second values, and so
+    on."""
     random: dict[str, Any] = field(default_factory=dict)
-    """points, seed, and keys with their distribution: uniform, log_uniform, integer, choice."""
+    """Random draws: `points` is their number, `seed` the seed, `keys` maps each key to its distribution
+    (uniform, log_uniform, integer or choice)."""
     seeds: Any = None
-    """A number of seeds, or a list of them, for run.seed."""
+    """Values of run.seed: a list, or a number N for 1 to N."""
     skip: list[str] = field(default_factory=list)
-    """Conditions over keys; points for which one holds are excluded."""
+    """Conditions over keys. A point is excluded if any of them holds for it."""
     only: list[str] = field(default_factory=list)
-    """Conditions over keys; points for which one does not hold are excluded."""
+    """Conditions over keys. A point is excluded if any of them does not hold for it."""
     job: Resources = field(default_factory=Resources)
-    """Resources of each point."""
+    """Resources of each point's job, or of the one job with mode=adapters."""
 
 
 def main(argv: list[str]) -> int:
@@ -137,9 +140,9 @@ def overrides_of(sweep: SweepFile, directory: Path, point: SweepRun) -> list[str
 
 
 def check_points(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> Config:
-    """Check the config of every point; return the first point's.
+    """Check the config of every point; return the config of the first point.
 
-    Raises ConfigError, which names the point.
+    Raises ConfigError for an invalid config; the error names the point.
     """
     configs: list[Config] = []
     warnings: dict[str, None] = {}
@@ -155,9 +158,9 @@ def check_points(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> C
 
 
 def check_adapters(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> Config:
-    """Check the config of a sweep in one job and the configs of its points; return the sweep's.
+    """Check the config of a sweep in one job and the configs of its points; return the config of the sweep.
 
-    Raises ConfigError, which names the point.
+    Raises ConfigError for an invalid config.
     """
     overrides = joint_overrides(sweep, directory, points)
     config, points_of_job = load_config(sweep.config, overrides), load_points(sweep.config, overrides)
@@ -184,7 +187,7 @@ def write_points(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> l
     every = known + [point for point in points if point.name not in names]
     (place / "points").mkdir(parents=True, exist_ok=True)
     tasks = {point.name: task for task, point in enumerate(every)}
-    for point in points:  # also earlier ones: their common overrides may have changed
+    for point in points:  # also points of an earlier call, because the common overrides may have changed
         lines = overrides_of(sweep, directory, point)
         if broken := [line for line in lines if "\n" in line]:
             raise ConfigError(f"{broken[0]!r} has a line break; put it into the config file.")
@@ -201,9 +204,9 @@ def new_tasks(directory: Path, points: list[SweepRun]) -> list[int]:
 
 
 def failed_tasks(directory: Path, points: list[SweepRun]) -> list[int]:
-    """Return the tasks that were submitted, did not finish, and do not continue by themselves."""
+    """Return the tasks that were submitted, have not finished, and will not continue by themselves."""
     new = new_tasks(directory, points)
-    # Without the queue, a run that waits there would be submitted twice.
+    # The queue is required: otherwise a run that waits in the queue would be submitted twice.
     states = read_runs((directory / point.name for point in points), needs_queue=True)
     return [task for task, run in enumerate(states) if run.state in UNFINISHED and task not in new]
 
@@ -211,9 +214,9 @@ def failed_tasks(directory: Path, points: list[SweepRun]) -> list[int]:
 def _write_batch_file(
     sweep: SweepFile, directory: Path, tasks: list[int], points: list[SweepRun], *, command: str
 ) -> Path:
-    """Write the batch file of a job array with a task for each point, or of one job with all points.
+    """Write the batch file of a job array with one task per point, or of one job with all points.
 
-    Points that have ended are excluded when the one job starts.
+    In the second case the file names all points; when the job starts, it leaves out points that have ended.
     """
     place, scheduler = directory / DIRECTORY, SCHEDULERS[sweep.job.scheduler]
     config = str(Path(sweep.config).absolute())

@@ -1,9 +1,10 @@
-"""`python -m launch report SWEEP`: the curves of a sweep's runs in one picture, and a page with their values.
+"""`python -m launch report SWEEP`: draw the curves of a sweep's runs in one picture, and write a page of
+results.
 
-SWEEP is the directory of a sweep (or several run directories). Writes SWEEP/report.png and SWEEP/report.html,
-a single file with the picture and a row per run: the swept values, the state, and the first, best and last
-value of the metric. The metric is the held-out accuracy if the runs have one, else the mean reward; --metric
-selects another metric of metrics.jsonl.
+SWEEP is the directory of a sweep, or several run directories. The command writes SWEEP/report.png and
+SWEEP/report.html. The page is a single file that contains the picture and a table with a row per run: the
+swept values, the state, and the first, best and last value of the metric. The metric is the held-out accuracy
+if the runs have one, else the mean reward. You can select another metric of metrics.jsonl with --metric.
 """
 
 import base64
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def swept_values(directories: list[Path]) -> dict[Path, dict]:
-    """Return the values of each run directory's point; {} for a run outside of a sweep."""
+    """Return run directory -> swept values of its point. A run that is not part of a sweep has {}."""
     values: dict[Path, dict] = {}
     for directory in directories:
         values |= read_each([directory], _values_at).get(directory, {directory: {}})
@@ -83,7 +84,7 @@ def page(
     curves: dict[Path, list[Point]],
     picture: Path,
 ) -> str:
-    """Return the page; the run with the best last value is first."""
+    """Return the HTML page. The run with the highest last value of the metric comes first."""
     keys = list(dict.fromkeys(key for some in values.values() for key in some))
     head = ["run", *keys, "state", "step", "first", "best", "last"]
 

@@ -1,8 +1,8 @@
-"""`python -m launch watch RUN`: the live view of a run in progress, from its files.
+"""`python -m launch watch RUN`: show a live view of a run in progress, read from its files.
 
-Works from any machine that sees the run directory, also over a slow shared file system: it reads the end of
-metrics.jsonl as it grows and, every 15 s, the heartbeats of all ranks. Ends with the run. Without a terminal,
-or with --once, it prints the present state and ends.
+The command works on any machine that sees the run directory, also over a slow shared file system. It reads
+only the new lines of metrics.jsonl and, every 15 s, the heartbeats of all ranks. It ends when the run ends.
+Without a terminal, or with --once, it prints the present state and ends.
 """
 
 import time
@@ -19,7 +19,7 @@ from rl.run_directory.status import read_object
 from rl.run_directory.view import WIDTH, Phase, RunView, draw, duration
 
 HEARTBEATS_S = 15.0
-"""Time between two readings of all heartbeats, in seconds."""
+"""Seconds between two readings of the heartbeats of all ranks."""
 TIMINGS = {
     "generate": "gen",
     "wait_samples": "gen",
@@ -30,7 +30,7 @@ TIMINGS = {
     "wait_weights": "update_weights",
     "save": "save_checkpoint",
 }
-"""Phase -> name of the metric timing_s/* that measures it in most cases."""
+"""Phase -> NAME of the metric timing_s/NAME that measures this phase in most cases."""
 
 
 def main(argv: list[str]) -> int:
@@ -70,7 +70,7 @@ class RunFiles:
         self._end = 0
         """Bytes of metrics.jsonl read so far."""
         self._file: int | None = None
-        """Inode of the file read so far; a resume may replace the file."""
+        """Inode of metrics.jsonl when it was last read. A run that resumes may replace the file."""
         self._heartbeats: list[dict | None] = []
         self._read_at = float("-inf")
 
@@ -102,7 +102,7 @@ class RunFiles:
                 self._view.record(int(record[STEP]), record)
 
     def _read_heartbeats(self) -> None:
-        # Seconds were counted at the heartbeat: the clock of its host may differ from this one's.
+        # `phase_s` was counted by the rank itself, because the clock of its host may differ from this clock.
         directory, now = self.directory / "heartbeat", time.monotonic()
         first = _read(directory / "rank_0.json")
         if first is None:
@@ -123,6 +123,6 @@ class RunFiles:
 
 
 def _read(path: Path) -> dict | None:
-    """Return the content of a heartbeat, None if the file is missing or has another form."""
+    """Return the content of a heartbeat file; None if the file is missing or lacks a field."""
     record = read_object(path)
     return record if {"phase", "phase_s", "waits", "rank", "host"} <= record.keys() else None

@@ -1,20 +1,23 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154
-# For train.pbs, train.lsf and train.flux: the ranks on each node of a job, and the rules of job.sh for ends and restarts.
+# Functions for train.pbs, train.lsf and train.flux. This file starts the ranks on each node of a job, and follows the rules of
+# job.sh about the end and the restart of a run.
 #
-#   train CONFIG [key=value ...]    a rank per GPU; runs the job again if the run can continue
+#   train CONFIG [key=value ...]    runs train_rl.py with a rank per GPU; runs the job again if the run can continue
 #
-# The batch file sets before it sources this file:
-#   job_id       of this job
+# The batch file sets these variables before it sources this file:
+#   job_id       id of this job
 #   job_name     the same in every job of the run; names the directory of the logs
 #   hosts        array of the nodes' names, each once
-#   job_end      Unix time at which the scheduler ends the job, or nothing; the run stops and saves before it
-# and defines afterwards:
-#   on_nodes COMMAND ...    runs a command once on every node with NODE_RANK, its number from 0, and waits for all
+#   job_end      Unix time at which the scheduler ends the job, or empty; the run stops and saves before this time
+# and defines these names afterwards:
+#   on_nodes COMMAND ...    runs a command once on every node and waits for all; sets NODE_RANK to the node's number, from 0
 #   again                   makes the scheduler run the job again
-#   repeats_with, ends_with exit codes with which the scheduler does and does not run the job again, if it decides by the code
-# RANKS is the number of ranks of each node, by default that of the first node's GPUs. CONTAINER (apptainer only), PYTHON, LOCKSTEP_ROOT, LOCKSTEP_LOGS, LOCKSTEP_CACHE,
-# NO_REQUEUE, RETRY_CRASHED and MAX_ATTEMPTS are those of job.sh, and site.sh is read as there.
+#   repeats_with, ends_with for a scheduler that decides by the exit code: the code with which it runs the job again, and
+#                           the code with which it does not
+# RANKS is the number of ranks per node; its default is the number of GPUs of the first node. CONTAINER (apptainer only),
+# PYTHON, LOCKSTEP_ROOT, LOCKSTEP_LOGS, LOCKSTEP_CACHE, NO_REQUEUE, RETRY_CRASHED and MAX_ATTEMPTS mean the same as in job.sh,
+# and site.sh is read in the same way.
 
 set -eu
 # shellcheck source=/dev/null
@@ -33,9 +36,10 @@ cache=${LOCKSTEP_CACHE:-${TMPDIR:-/tmp}/lockstep-cache-$(id -u)}
 export LOCKSTEP_CACHE=$cache TRITON_CACHE_DIR=$cache/triton TORCHINDUCTOR_CACHE_DIR=$cache/inductor VLLM_CACHE_ROOT=$cache/vllm
 export LOCKSTEP_STATUS=$rank_logs/status.json LOCKSTEP_JOB_END=$job_end
 ulimit -c 0                    # a core file per rank would fill the disk
-ulimit -S -n "$(ulimit -H -n)" # rank 0 holds a connection to every other one
+ulimit -S -n "$(ulimit -H -n)" # rank 0 holds a connection to every other rank
 
-# The ranks meet as those of a Slurm step (rl/runtime/rendezvous.py), at a port that only holders of the job's key can predict.
+# The ranks find each other in the same way as the ranks of a Slurm step (rl/runtime/rendezvous.py). Only holders of the job's
+# key can predict the port.
 LOCKSTEP_STEP="$job_id $(date +%s.%N)"
 export LOCKSTEP_STEP MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
 export PYTHONPATH=$LOCKSTEP_ROOT${PYTHONPATH:+:$PYTHONPATH}
@@ -72,7 +76,7 @@ train() {
     count_start
     say "${#hosts[@]} nodes (${hosts[*]}), attempt $attempts after step $(checkpoint_step)"
     allow_start "$attempts"
-    # Schedulers differ in the variables that a process on another node inherits, so the node reads them from a file.
+    # Schedulers differ in which variables a process on another node inherits, so each node reads the variables from a file.
     (umask 077 && export -p >"$rank_logs/environment")
     local gpus
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l) || true
@@ -90,13 +94,13 @@ if [ "\$node" != 0 ]; then exec >>$(printf %q "$rank_logs/node-")\$node.log 2>&1
 exec $(printf '%q ' "${inside[@]}" "${PYTHON:-python}" -m launch.node ${#hosts[@]} "${RANKS:-$((gpus > 0 ? gpus : 1))}" "$rank_logs" \
         "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@")
 NODE
-    on_nodes bash "$rank_logs/node.sh" || code=$? # without the arguments, which remote shells would read again
-    # Schedulers may replace the code of a command on another node.
+    on_nodes bash "$rank_logs/node.sh" || code=$? # a file, because a remote shell would parse the arguments again
+    # The state decides, because schedulers may replace the exit code of a command on another node.
     if [ "$code" -ne 0 ] && [ "$(run_state)" = stopped ]; then requeue 75; fi
     if [ "$code" -eq 0 ]; then return 0; fi
     show_errors >&2
     say "the run failed; the logs of the ranks are in $rank_logs" >&2
-    # 2: the input is invalid, also for the next start.
+    # Code 2 means that the input is invalid: the next start would fail in the same way.
     if [ "$code" -ne 2 ] && [ "${RETRY_CRASHED:-0}" = 1 ]; then requeue "$code"; fi
     exit "$code"
 }

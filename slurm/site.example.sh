@@ -1,8 +1,8 @@
 # shellcheck shell=bash
-# Settings of your site. Copy it to slurm/site.sh (git ignores that file) and keep what you need. Each batch file sources it on
-# the first node of the job, before it starts anything.
+# Settings of your site. Copy this file to slurm/site.sh (git ignores that name) and keep what you need. Each batch file sources
+# site.sh on the first node of the job, before it starts anything.
 #
-# Slurm reads account, partition and QOS before this file: give them on the command line,
+# Slurm reads account, partition and QOS before it runs this file. So give them on the command line,
 #     sbatch --account=ACCOUNT --partition=PARTITION slurm/FILE.sbatch
 # or once in your ~/.bashrc, as defaults of the same options:
 #     export SBATCH_ACCOUNT=ACCOUNT SBATCH_PARTITION=PARTITION SBATCH_QOS=QOS
@@ -19,25 +19,26 @@
 #export CONTAINER=apptainer:/shared/images/lockstep.sif     # apptainer exec --nv
 #export CONTAINER_MOUNTS=/shared:/shared,$HOME:$HOME
 
-# Network. InfiniBand: NCCL finds it; name the adapters only if it selects wrong ones.
+# Network. NCCL finds InfiniBand by itself. Name the adapters only if NCCL selects the wrong adapters.
 #export NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_2,mlx5_3
-# The interface of the first connections (NCCL) and of CPU collectives (gloo). Required if a node's own name resolves to
-# 127.0.1.1 (Debian, Ubuntu), or to an address that other nodes do not reach.
+# The interface for the first connections (NCCL) and for CPU collectives (gloo). You must set it if a node's own name resolves
+# to 127.0.1.1 (as on Debian and Ubuntu), or to an address that other nodes cannot reach.
 #export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 # Slingshot (HPE Cray EX) and EFA (AWS) go through libfabric and the aws-ofi-nccl plugin.
 #export NCCL_NET="AWS Libfabric" FI_PROVIDER=cxi FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd
 #export NCCL_NET="AWS Libfabric" FI_PROVIDER=efa FI_EFA_USE_DEVICE_RDMA=1
-# Plain Ethernet: the same interface for all, and no search for InfiniBand.
+# Plain Ethernet: use one interface for everything, and do not search for InfiniBand.
 #export NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=eth0 NCCL_IB_DISABLE=1
 #export NCCL_DEBUG=WARN
 
-# The rendezvous of the ranks: an address of the first node that all nodes reach, if its name is not; seconds to wait for all.
+# The rendezvous of the ranks. Set MASTER_ADDR if other nodes cannot reach the first node by its name; use an address that all
+# nodes reach. LOCKSTEP_JOIN_TIMEOUT: seconds to wait for all ranks.
 #MASTER_ADDR=$(hostname)-ib0 && export MASTER_ADDR
 #export LOCKSTEP_JOIN_TIMEOUT=120
 
-# Compiled code, kept for later jobs; by default on the node's disk (docs/gpu.md).
+# Directory in which compiled code is kept for later jobs. By default it is on the node's disk (docs/gpu.md).
 #export LOCKSTEP_CACHE=$HOME/lockstep-cache
 
-# Policy of the site: see job.sh.
+# Policy of your site; job.sh explains these variables.
 #export NO_REQUEUE=1
 #export MAX_ATTEMPTS=5

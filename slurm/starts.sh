@@ -1,11 +1,11 @@
 # shellcheck shell=bash
 # shellcheck disable=SC2154
-# Starts of a job since its newest checkpoint, and the errors of its ranks, for job.sh and nodes.sh, which set job_id,
-# rank_logs, starts (the directory of the count) and LOCKSTEP_STATUS.
+# Functions that count the starts of a job since its newest checkpoint and print the errors of its ranks. job.sh and nodes.sh
+# source this file, and set job_id, rank_logs, starts (the directory of the count) and LOCKSTEP_STATUS before.
 
 say() { echo "job $job_id: $*"; }
 
-# Set overrides to the words of a text. Quotes and backslashes protect as in a shell; nothing else has a meaning.
+# Set the array overrides to the words of text $1. Quotes and backslashes work as in a shell; no other character is special.
 # shellcheck disable=SC2034 # read by the batch files
 split() {
     local lines
@@ -18,7 +18,7 @@ split() {
     mapfile -t overrides <<<"$lines"
 }
 
-# Print the text that matches $2 in the value of key $1, as the program last reported it.
+# Print the part of the value of key $1 that matches $2, from the copy of status.json that the program last wrote.
 reported() { if [ -f "$LOCKSTEP_STATUS" ]; then sed -n "s/.*\"$1\": \"\?\($2\).*/\1/p" "$LOCKSTEP_STATUS"; fi; }
 
 # Print the step of the newest checkpoint.
@@ -28,12 +28,13 @@ checkpoint_step() {
     echo "${step:-0}"
 }
 
-# Print the state that this start of the run reported: running, finished, stopped or failed. Stopped by a person is finished.
+# Print the state that this start of the run reported: running, finished, stopped or failed. A run that a person stopped by the
+# file 'stop' counts as finished.
 run_state() {
     if [ "$(reported reason '[^"]*')" = "the file 'stop'" ]; then echo finished; else reported state '[a-z]*'; fi
 }
 
-# Return whether the newest checkpoint is newer than those of all earlier starts of the run.
+# Return whether the newest checkpoint is newer than the newest checkpoint of all earlier starts, or belongs to another run.
 is_newer() { [ "$(reported run '[0-9a-f]*')" != "${last_run:-$(reported run '[0-9a-f]*')}" ] || [ "$(checkpoint_step)" -gt "$newest" ]; }
 
 # End the job if start number $1 without a newer checkpoint exceeds MAX_ATTEMPTS.
@@ -44,19 +45,21 @@ allow_start() {
     fi
 }
 
-# Set attempts: the number of starts since the newest checkpoint; and newest and last_run: its step and the run. A start is counted
-# when it begins, so that one ended by a lost node counts too. An older checkpoint, after a damaged one, is no progress.
+# Set attempts (the number of starts since the newest checkpoint), newest (the step of that checkpoint) and last_run (its run).
+# A start is counted when it begins, so that a start that ends with a lost node counts, too. If the newest checkpoint is damaged
+# and the run continues from an older checkpoint, this is no progress.
 count_start() {
     attempts=0 newest=-1 last_run=
     if [ -f "$starts/attempts" ]; then read -r attempts newest last_run <"$starts/attempts"; fi
     if is_newer; then attempts=0 newest=$(checkpoint_step); fi
     attempts=$((attempts + 1)) last_run=$(reported run '[0-9a-f]*')
     echo "$attempts $newest $last_run" >"$starts/attempts"
-    # What an earlier start reported is not the end of this one.
+    # Clear the state that an earlier start reported, because it does not describe this start.
     if [ -f "$LOCKSTEP_STATUS" ]; then sed -i 's/"state": "[a-z]*"/"state": ""/; s/"reason": "/&before: /' "$LOCKSTEP_STATUS"; fi
 }
 
-# Print the last lines of the logs with an error of this attempt, those that ended first. Rank 0's are above.
+# Print the last lines of up to three logs that have an error of this attempt, the earliest first. Rank 0 is left out, because it
+# writes to the job's own log.
 show_errors() {
     local file
     find "$rank_logs" -name '[rn]*-[!0]*.log' -newer "$starts/attempts" -exec grep -lZ -i -E 'error|exception' {} + |
