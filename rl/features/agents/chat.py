@@ -1,14 +1,14 @@
-"""Messages to token ids, and the bridge from a sampled turn to the next request.
+"""Converts messages to token ids, and finds the token ids between a sampled turn and the next request.
 
-The token ids define a trajectory; messages are derived from them. A sampled turn is never tokenised again:
-its ids stay in the context as the engine sampled them. For example, the engine may sample two tokens for a
-word that the tokenizer writes as one. Both stay. After a turn, only the tokens between it and the next turn
-are added, from one of three sources:
+The token ids define a trajectory, and messages are derived from them. A sampled turn is never tokenised
+again: its ids stay in the context as the engine sampled them. For example, the engine may sample two tokens
+for a word that the tokenizer would write as one token. Both tokens stay. After a turn, only the tokens
+between this turn and the next one are added. They come from one of three sources:
 
 1. The package `renderers`, if it is installed and renders a set of conversations exactly as the model's
    template does (`rl.features.agents.renderer`).
-2. The difference of two renderings of the template (`Chat._difference`), accepted only if the template
-   renders everything before the sampled turn as it did when the turn was sampled, and keeps the turn.
+2. The difference of two renderings by the template (`Chat._difference`). It is accepted only if the template
+   keeps the sampled turn and renders everything before the turn as it did when the turn was sampled.
 3. Plain tokenisation, for environments that begin with a text and for tokenizers without a template.
 
 If no source keeps the earlier tokens, `Chat.extend` returns None.
@@ -34,8 +34,8 @@ from rl.features.agents.tool_calls import FAMILIES, HERMES, as_message, find_fam
 
 log = logging.getLogger(__name__)
 
-# Replace the parts of a sampled turn in a rendering. The turn's own text could spell special tokens, and
-# malformed arguments make templates fail.
+# These texts replace the parts of a sampled turn in a rendering. The turn itself is not rendered, because its
+# text could spell special tokens, and malformed arguments make templates fail.
 THINKING, CONTENT = "~thinking of the turn~", "~content of the turn~"
 TAGS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"), ("[THINK]", "[/THINK]"))
 """Begin and end tags of thinking, by model family; the first pair is used for templates without tags."""
@@ -47,16 +47,17 @@ class AssistantTurn:
     """The turn as a message: role, content, and reasoning_content and tool_calls if there are any."""
     tool_calls: tuple[ToolCall, ...]
     text: str
-    """The whole text of the turn, with thinking. Special tokens stay if `reward.keep_special_tokens` names
-    them."""
+    """The whole text of the turn, including its thinking. Special tokens are removed unless
+    `reward.keep_special_tokens` names them."""
 
 
 class TooLong(ValueError):
-    """Raised for a text with more characters than the allowed number of tokens can hold."""
+    """Raised for a text that has more characters than the allowed number of tokens can hold."""
 
 
 class CannotExtend(ValueError):
-    """The template does not keep earlier tokens; the message says which rule it breaks."""
+    """Raised if the template does not keep earlier tokens. The message says which rule the template
+    breaks."""
 
 
 class Chat:
@@ -66,9 +67,9 @@ class Chat:
         end_token_ids: ids that end a turn, besides the tokenizer's eos (`end_token_ids`).
         on_rewrite: "refuse" makes `check` raise for a template that changes earlier tokens.
         template_kwargs: further arguments of the chat template, such as enable_thinking.
-        kept: ids of special tokens that stay in the text of a turn (`reward.keep_special_tokens`); None: as
-            auto.
-        uses_renderer: whether the package `renderers` may be used; it has no tokens of images.
+        kept: ids of special tokens that stay in the text of a turn (`reward.keep_special_tokens`). None: the
+            same as the setting "auto".
+        uses_renderer: whether the package `renderers` may be used. It cannot render images.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Chat:
 
     @property
     def description(self) -> str:
-        """Source of the tokens between turns, for the log."""
+        """Describe the source of the tokens between turns, for the log."""
         if not self._template.text:
             return "plain tokens"
         if self._renderer is not None:
@@ -124,13 +125,13 @@ class Chat:
     # Conversations ----------------------------------------------------------------------------------------
 
     def open(self, messages: Messages, tools: Sequence[dict], max_tokens: int = 0) -> np.ndarray:
-        """Return the token ids of a conversation up to and with the generation prompt, int32.
+        """Return the token ids of a conversation, int32, up to and including the generation prompt.
 
-        max_tokens: a text that certainly has more tokens is not encoded, because encoding a very large text
-            blocks the replica; 0: any text is encoded.
+        max_tokens: a text that is certain to have more tokens than this is not encoded, because the encoding
+            of a very large text would block the replica. 0: any text is encoded.
 
-        Raises ValueError if the template rejects the messages, or if calls in its form cannot be read, and
-        TooLong if the text exceeds the limit.
+        Raises ValueError if the template rejects the messages, or if tool calls in the form of this template
+        cannot be read. Raises TooLong if the text exceeds the limit.
         """
         is_bare = is_plain = self._is_plain(messages)
         if is_plain:
@@ -145,14 +146,15 @@ class Chat:
         return self._encode(text, add_special_tokens=is_bare)
 
     def normal(self, messages: Messages) -> Messages:
-        """Return messages in the form of templates. Raises ValueError for an entry that is not a message."""
+        """Return messages in the form that templates take. Raises ValueError for an entry that is no
+        message."""
         return messages if self._is_plain(messages) else self._reader.normal(messages)
 
     def refuse_lost(self, messages: Messages, tools: Sequence[dict]) -> None:
         """Raise ValueError if the policy would not see a message or a tool of its environment.
 
-        The messages may describe a tool that the template leaves out; they must then contain its name. The
-        policy's own turns are not compared, because their tokens are in the context.
+        If the template leaves tools out, the messages must describe them; each tool's name must then appear
+        in the messages. The policy's own turns are not compared, because their tokens are in the context.
         """
         if not self._is_plain(messages):
             shown = tools if self._template.shows_tools else ()
@@ -169,14 +171,14 @@ class Chat:
             )
 
     def as_messages(self, token_ids: np.ndarray) -> Messages:
-        """Return a context as one text, for a conversation with unknown messages."""
+        """Return a context as one message of text, for a conversation whose messages are unknown."""
         return [{"role": "text", "content": self._decode(token_ids)}]
 
     def parse(self, turn: np.ndarray, tools: Sequence[dict], number: int) -> AssistantTurn:
         """Return a sampled turn as a message. `number` is the number of the turn in its trajectory.
 
-        Tool calls are searched only if there are tools, and only after the thinking. For example, a call that
-        the policy considers within <think> is not made.
+        Tool calls are looked for only if there are tools, and only after the thinking. For example, a call
+        that the policy writes within <think> is not made.
         """
         ids = self._without_end(turn)
         calls: tuple[ToolCall, ...] = ()
@@ -201,15 +203,15 @@ class Chat:
     ) -> np.ndarray | None:
         """Return the token ids between a sampled turn and the next one, int32, or None.
 
-        The next request is context + turn + the returned ids. If the turn did not end with its end token
-        (it was truncated, or ended at a stop string), the returned ids begin by closing an open thinking tag
-        and the turn. None: it cannot be proven that the template keeps the earlier tokens.
+        The next request is context + turn + the returned ids. A turn that was truncated, or that ended at a
+        stop string, has no end token. In this case the returned ids first close an open thinking tag and then
+        the turn. The result is None if it cannot be proven that the template keeps the earlier tokens.
 
         Args:
             context: ids before the sampled turn.
             turn: ids of the sampled turn.
-            messages: the conversation up to and with the message of the turn.
-            new_messages: messages in reply to the turn; no message of the assistant.
+            messages: the conversation up to and including the message of the turn.
+            new_messages: messages in reply to the turn, none of them from the assistant.
         """
         if self._is_plain(messages):
             text = "".join(message["content"] for message in new_messages)
@@ -222,15 +224,15 @@ class Chat:
     def find_strange(
         self, given: Sequence[np.ndarray], messages: Messages, tools: Sequence[dict]
     ) -> int | None:
-        """Return the index of the first tokens that a rendering of the whole conversation does not contain.
+        """Return the index of the first entry of `given` that a rendering of the whole conversation lacks.
 
-        The rendering is a second source, with stand-ins for the sampled turns. It must contain the text of
-        all tokens between turns, in their order, each right after the end of a turn. Blanks are ignored,
-        because tokenizers may change them.
+        The rendering is an independent check of the tokens. In it, stand-ins replace the sampled turns. It
+        must contain the text of each entry, in order, and each text must follow directly after the end of a
+        turn. Blanks are ignored, because tokenizers may change them. Returns None if nothing is missing.
 
         Args:
-            given: the results of `extend` after one turn after the other, int32 [S] each.
-            messages: the conversation up to and with the messages of the last result.
+            given: the results of `extend` for consecutive turns, int32 [S] each.
+            messages: the conversation up to and including the messages of the last result.
         """
         texts = [_squeezed(self._decode(ids)).removeprefix(self._tags[1]) for ids in given]
         first: int | None = None
@@ -257,7 +259,7 @@ class Chat:
         return text.startswith(ends) or before.endswith(ends)
 
     def _renderings(self, messages: Messages, tools: Sequence[dict]) -> Iterator[str]:
-        """Yield the text of a conversation in the forms that tokens between turns may have."""
+        """Yield the text of a conversation in each form that the tokens between turns may have."""
         stand_ins = [_stand_in(m) if m["role"] == "assistant" else m for m in messages]
         if self._is_plain(messages):
             text = "".join(message["content"] for message in stand_ins)
@@ -272,10 +274,11 @@ class Chat:
             yield _squeezed(self._decode(self._renderer.render(stand_ins, tools)))
 
     def grammar(self, tools: Sequence[dict]) -> str:
-        """Return the structural tag that makes tool calls fit the tools' schemas, for `Request.grammar`.
+        """Return a structural tag of xgrammar for `Request.grammar`: it makes tool calls fit the tools'
+        schemas.
 
-        Free text, optional thinking and calls in the model's form are allowed. Raises ValueError if xgrammar
-        does not know the form, or rejects the schema of a tool; the message then names the tool.
+        The tag allows free text, optional thinking, and calls in the form of the model. Raises ValueError if
+        xgrammar does not know this form, or if it rejects the schema of a tool; the error names the tool.
         """
         if not self._family.grammar or self._template.call_form is None:
             raise ValueError(
@@ -292,7 +295,8 @@ class Chat:
             ) from error
 
     def _structural_tag(self, tools: Sequence[dict]) -> str:
-        """Return what `grammar` does. Raises RuntimeError or ValueError, like xgrammar, for a bad schema."""
+        """Return the structural tag. Raises RuntimeError or ValueError, as xgrammar does, for a bad
+        schema."""
         from xgrammar import Grammar, get_model_structural_tag
 
         thinking: Literal["enabled", "auto"] = "enabled" if self._opens_thinking else "auto"
@@ -309,17 +313,19 @@ class Chat:
         return True
 
     def check(self, tools: Sequence[dict], opening: Messages | None = None) -> None:
-        """Raise ValueError if calls cannot be read, or if on_rewrite is "refuse" and the template changes
-        earlier tokens.
+        """Raise ValueError if tool calls cannot be read, or if the template changes earlier tokens.
 
-        Four turns are tried, because some templates keep only the last turns. With tools, each turn has one
-        call, or two calls if the model's form allows several. Without tools, a user answers each turn. The
-        first and the third turn think, unless the template has no thinking or its generation prompt closes
-        it. The second and the third turn have calls and no content.
+        A template that changes earlier tokens is allowed unless on_rewrite is "refuse".
+
+        The check tries a conversation of four turns, because some templates keep only the last turns. With
+        tools, the first and the last turn have one call; the second and the third have two calls if the form
+        of the model allows several. Without tools, a user message answers each turn. The first and the third
+        turn contain thinking, unless the template has no thinking or its generation prompt closes the
+        thinking tag. The second and the third turn have no content if they have calls.
 
         Args:
-            opening: messages with which an environment begins; some templates fail only with a system
-                message.
+            opening: messages with which an environment begins. Some templates fail only if a conversation has
+                a system message.
         """
         messages = [*(opening or [QUESTION])]
         if tools and self.call_problem:
@@ -360,9 +366,10 @@ class Chat:
 
     @functools.cached_property
     def call_problem(self) -> str:
-        """Return why a call that the template writes is not read back unchanged; "" if it is.
+        """Return why a call that the template writes is not read back unchanged. Returns "" if it is.
 
-        A template without calls passes, because its calls are read in the form of HERMES.
+        A template that cannot write calls passes, because the policy's calls are then read in the form
+        HERMES.
         """
         if self._template.call_form is None:
             return ""
@@ -380,7 +387,7 @@ class Chat:
         )
 
     def _written(self, call: dict) -> str:
-        """Return a turn of one call as the template writes it, without its end token."""
+        """Return the text of a turn with one call, as the template writes it, without the end token."""
         messages: Messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
         try:
             whole = self._template.render(messages, [TOOL], generation_prompt=False)
@@ -394,21 +401,25 @@ class Chat:
         return re.split("|".join(map(re.escape, self._ends.values())), text)[0] if self._ends else text
 
     def _thinking_tags(self, thinking: str) -> str:
-        """Return the thinking at the beginning of a turn with its tags; an open tag is always closed."""
+        """Return the beginning of a turn: the thinking with its tags.
+
+        If the generation prompt opens the thinking tag, the result closes it, also for an empty thinking.
+        """
         opening = "" if self._opens_thinking else f"{self._tags[0]}\n"
         return f"{opening}{thinking}\n{self._tags[1]}\n\n" if thinking or self._opens_thinking else ""
 
     def _between(
         self, context: np.ndarray, turn: np.ndarray, messages: Messages, new: Messages, tools: Sequence[dict]
     ) -> np.ndarray:
-        """Return what `extend` does. Raises CannotExtend."""
+        """Do the work of `extend` for a template. Raises CannotExtend instead of returning None."""
         bridged = None
         if self._renderer is not None and hide(new, self.tokenizer) == new:
             bridged = self._renderer.bridge(context, turn, new, tools)
         return self._difference(turn, messages, new, tools) if bridged is None else bridged
 
     def _message(self, thinking: str, content: str, calls: list[dict]) -> dict:
-        """Return a message of the assistant. Thinking is part of the content if the template has no key."""
+        """Return a message of the assistant. If the template has no key for thinking, it goes into the
+        content."""
         message: dict = {"role": "assistant", "content": content}
         if thinking and self._takes_reasoning:
             message["reasoning_content"] = thinking
@@ -431,7 +442,8 @@ class Chat:
         return turn[:-1] if len(turn) and int(turn[-1]) in self._ends else turn
 
     def _split_thinking(self, text: str) -> tuple[str | None, bool, str]:
-        """Return the thinking at the beginning of a turn (None: none), whether it is open, and the rest."""
+        """Return the thinking at the beginning of a turn (None if there is none), whether its tag is still
+        open, and the rest of the turn."""
         if self._family.split is not None:
             return self._family.split(text)
         body, (opening, closing) = text.lstrip(), self._tags
@@ -445,9 +457,9 @@ class Chat:
     def _difference(
         self, turn: np.ndarray, messages: Messages, new_messages: Messages, tools: Sequence[dict]
     ) -> np.ndarray:
-        """Return the ids between the turn and the next one, from renderings before and after the turn.
+        """Return the ids between the turn and the next one, from two renderings: before and after the turn.
 
-        In both, sampled turns are replaced by stand-ins with the same parts. Raises CannotExtend.
+        In both renderings, stand-ins with the same parts replace the sampled turns. Raises CannotExtend.
         """
         stand_ins = [_stand_in(m) if m["role"] == "assistant" else m for m in messages]
         try:
@@ -469,7 +481,8 @@ class Chat:
         if not found:
             raise CannotExtend(f"none of the end tokens {sorted(self._ends.values())} ends the turn")
         position, end = min(found)
-        # Encoded from the end token on, because some tokenizers treat the begin of a text differently.
+        # The text to encode begins with the end token, because some tokenizers encode the beginning of a text
+        # differently.
         ids = self._encode(after[position:])
         if len(ids) == 0 or ids[0] != end:
             raise CannotExtend(f"the end token {self._ends[end]!r} is not one token")
@@ -485,8 +498,8 @@ class Chat:
     def _parts(self, stand_in: dict) -> list[tuple[str, str]]:
         """Return the parts of a stand-in that a rendering must contain, in order.
 
-        Content beside tool calls is not required: many templates have no place for it, and its tokens stay in
-        the context nevertheless.
+        A turn with tool calls need not show its content, because many templates have no place for content
+        beside calls. The tokens of the content stay in the context in any case.
         """
         content = stand_in["content"]
         calls = stand_in.get("tool_calls", []) if self._template.call_form is not None else []
@@ -499,7 +512,7 @@ class Chat:
 
 
 def _squeezed(text: str) -> str:
-    """Return a text without blanks except newlines, which separate turns."""
+    """Return a text without blanks. Newlines stay, because they separate turns."""
     return "".join(character for character in text if character == "\n" or not character.isspace())
 
 
@@ -508,8 +521,10 @@ def _tokens_of(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> dict[int, 
 
 
 def _stand_in(message: dict) -> dict:
-    """Return a message of the assistant with the same parts and harmless texts. For example, its content
-    becomes CONTENT."""
+    """Return a message of the assistant with the same parts, but with harmless texts.
+
+    For example, its content becomes CONTENT.
+    """
     content = message.get("content") or ""
     thinking, tag, answer = content.partition("</think>")
     stand_in = {**message, "content": CONTENT if content.strip() else ""}

@@ -1,19 +1,21 @@
-"""The dialogue with environments: each sample is a trajectory, and each of its turns a request of the engine.
+"""Runs the dialogue between the policy and environments on a replica of the engine.
 
-Only the replica's leader has the environments. A trajectory goes through reset, turns of the policy with the
-environment's answers between them, and score. The request of a turn is named `prompt.number.turn`. For
-example, 3.1.0 is the first turn of trajectory 1 of prompt 3.
+Each sample is a trajectory, and each turn of a trajectory is a request to the engine. Only the leader of the
+replica has the environments. A trajectory begins with the reset of its environment. Then turns of the policy
+and answers of the environment alternate. The trajectory ends with its score. The request of a turn is named
+`prompt.number.turn`. For example, 3.1.0 is the first turn of trajectory 1 of prompt 3.
 
-With `agents.order=arrival` an answer is used before the next engine step that has a record
+With `agents.order=arrival`, an answer is used before the next engine step that has a record
 (`rl.rollout.events`). With `waves`, all live trajectories first end their turn and receive their answers. The
-next turns then begin together, in the order of their names, so that the result depends on no clock.
+next turns then begin together, in the order of their names, so that the result does not depend on timing.
 
-An agent that runs by itself (`run`) asks for its turns through the endpoint. The agent takes the place of the
-environment: it receives a turn's completion, and answers with its next request or its end.
+An agent that runs by itself (`run`) asks for its turns through the endpoint. Such an agent takes the place of
+the
+environment: it receives the completion of a turn, and then either requests the next turn or ends.
 
-A trajectory that continues in a later call keeps its session if the same replica continues it. Otherwise, or
-if the environment's process has ended, the trajectory is executed again from its log
-(`rl.features.agents.trajectory`).
+A trajectory that did not finish may continue in a later call. It keeps its session (`session.Session`) if the
+same replica continues it and the process of the environment still runs. Otherwise it is executed again from
+its log (`rl.features.agents.trajectory`).
 """
 
 import logging
@@ -54,15 +56,17 @@ if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Maximum trajectories per sample of a prompt, as a mean over its group. For example, a group of 8 samples
-may begin 24 trajectories. If all 24 are used up, the group stays smaller."""
+"""Maximum number of trajectories that a group may begin per sample. For example, a group of 8 samples may
+begin 24 trajectories, because failed ones are replaced. If all 24 are used up, the group stays smaller."""
 
 SESSIONS_PER_REQUEST = 4
-"""Maximum open trajectories per concurrent request of the engine. More than one, because trajectories run
-while others wait for their environments; limited, because each one holds a cached prefix."""
+"""Maximum number of open trajectories per concurrent request of the engine. It is more than one, because some
+trajectories run while others wait for their environments. It is limited, because each open trajectory holds a
+cached prefix."""
 
 WAIT_S = 1.0
-"""Maximum wait for an answer, in seconds; the replica's other ranks then hear from the leader again."""
+"""Maximum wait for an answer, in seconds. After this time the leader sends a message to the other ranks of
+the replica again."""
 
 
 def trajectories(
@@ -73,7 +77,7 @@ def trajectories(
     capacity: int,
     keeps_failed: bool = False,
 ) -> "Trajectories":
-    """Return the dialogue of one call. Arguments as for `Trajectories`."""
+    """Return the dialogue of one call of the engine. The arguments are the same as for `Trajectories`."""
     max_context = config.data.max_prompt_tokens + sampling.max_tokens
     return Trajectories(
         environments, sampling, capacity=capacity, max_context=max_context, keeps_failed=keeps_failed
@@ -83,14 +87,16 @@ def trajectories(
 class Trajectories(Dialogue):
     """Generates the trajectories of samples.
 
-    A failed trajectory may be repeated as a further sample of its group. Trajectory j of a group is sampled
-    with the seed of sample j.
+    A failed trajectory may be replaced by a further trajectory of its group. Trajectory j of a group is
+    sampled with the seed of sample j.
 
     Args:
-        sampling: `samples_per_prompt` trajectories per prompt, of at most `max_tokens` response tokens.
+        sampling: sampling parameters. A prompt has `samples_per_prompt` trajectories, each with at most
+            `max_tokens` response tokens.
         capacity: maximum number of concurrent requests.
         max_context: maximum number of tokens of prompt and response together.
-        keeps_failed: whether a failed trajectory is a sample with `failed` 1; `agents.on_failure` is ignored.
+        keeps_failed: if true, a failed trajectory becomes a sample with `failed` 1, and `agents.on_failure`
+            is ignored.
     """
 
     def __init__(
@@ -121,23 +127,24 @@ class Trajectories(Dialogue):
         self._wave: list[tuple[StartedSample, list[Sample]]] = []
         """Trajectories that have ended in the present wave."""
         self._unanswered: set[str] = set()
-        """Sessions that wait for an answer of their environment."""
+        """Addresses of the sessions that wait for an answer of their environment."""
         self._resetting: set[str] = set()
+        """Addresses of the sessions that wait for the reset of their environment."""
         self._ready: dict[str, Request] = {}
-        """Requests that wait to be given to the engine, by session."""
+        """Address of a session -> its request that waits to be given to the engine."""
         size = sampling.samples_per_prompt
         self._next_number: defaultdict[int, int] = defaultdict(lambda: size)
-        """Number of the next trajectory of each group that replaces a failed one."""
+        """Group -> number of the next trajectory that replaces a failed one."""
         self._most_numbers = size * (1 if config.on_failure == "shrink" else ATTEMPTS)
         self._running_since = (0, 0)
-        """Number of running requests after the last record, and the engine step of that record."""
+        """(number of requests that ran after the last record, engine step of this record)."""
 
     def close(self) -> None:
         """Close the environments of all trajectories that have not ended."""
         for session in list(self._sessions.values()):
             self._close(session)
 
-    # What the source asks ---------------------------------------------------------------------------------
+    # The methods that the source of samples calls ---------------------------------------------------------
 
     @property
     def num_open(self) -> int:
@@ -193,12 +200,15 @@ class Trajectories(Dialogue):
         return requests
 
     def _is_held(self, num_live: int) -> bool:
-        """Return whether the present wave goes on, so that the next turns must wait for its end."""
+        """Return whether the present wave has not ended. The next turns wait until it has."""
         return self._in_waves and bool(num_live or self._awaited)
 
     @property
     def _awaited(self) -> set[str]:
-        """Sessions that must answer before the next wave begins, except sessions that wait for a worker."""
+        """Return the sessions that must answer before the next wave begins.
+
+        If some requests are ready, sessions that still wait for a worker process are left out.
+        """
         return self._unanswered - self._pool.waiting if self._ready else self._unanswered
 
     def receive(self, name: str, completion: Completion) -> None:
@@ -237,7 +247,8 @@ class Trajectories(Dialogue):
         is_repeated: bool = False,
         alone: bool = False,
     ) -> None:
-        """Open a trajectory. Arguments as for `Trajectory` and `Session`."""
+        """Open a trajectory. The arguments are the same as for `Trajectory`, `Session` and the pool's
+        `open`."""
         seed = seed_of(start.seed, start.number)
         names = start.group, start.number
         trajectory = Trajectory(*names, seed=seed, limits=self._limits, log=log, execution=execution)
@@ -273,7 +284,8 @@ class Trajectories(Dialogue):
             session.reply = None
 
     def _restart(self, session: Session, why: object) -> None:
-        """Begin a trajectory again from its prompt, after its environment's answer differed from the log."""
+        """Begin a trajectory again from its prompt, because an answer of its environment differs from the
+        log."""
         self.counts["diverged"] += 1
         log.warning(
             "trajectory %s starts again from its prompt, because its environment differs: %s",
@@ -284,7 +296,7 @@ class Trajectories(Dialogue):
         self._open(session.start, execution=session.trajectory.execution + 1)
 
     def _further(self, start: StartedSample) -> StartedSample:
-        """Return a further sample of a group, in place of a sample with a failed environment."""
+        """Return a further sample of a group, which replaces a sample whose environment failed."""
         number = self._next_number[start.group]
         self._next_number[start.group] += 1
         return replace(start, number=number, so_far=())
@@ -296,7 +308,8 @@ class Trajectories(Dialogue):
         self._pool.call(session.address, action)
 
     def _score(self, session: Session) -> None:
-        """Ask for the score, after the last turn. Raises Diverged if the log has further turns."""
+        """Ask the environment for the score, after the last turn. Raises Diverged if the log has more
+        turns."""
         if session.trajectory.is_logged:
             raise Diverged(f"it ended the trajectory after turn {session.trajectory.num_turns}")
         self._call(session, FinalScore(session.messages))
@@ -310,7 +323,8 @@ class Trajectories(Dialogue):
             request = endpoint.requests.get_nowait()
             kept = self._environments.kept.get(request.session)
             asking = self._sessions.get(request.session, kept)
-            # A refused request may come from an earlier call's trajectory of the same name.
+            # A request that is done already was refused. It may belong to a trajectory of an earlier call
+            # that had the same name.
             if asking is not None and not request.reply.done():
                 asking.inbox.append(request)
                 if len(asking.inbox) == 1 and asking is not kept:
@@ -322,7 +336,8 @@ class Trajectories(Dialogue):
                 except Diverged as error:
                     self._restart(session, error)
             elif (kept := self._environments.kept.get(reply.session)) is not None:
-                kept.reply = reply  # otherwise the session has failed in a request to the endpoint
+                # If the session is in neither place, it failed in a request to the endpoint.
+                kept.reply = reply
         self._fail_silent_agents()
 
     def _take_reply(self, session: Session, reply: Reply) -> None:
@@ -330,7 +345,7 @@ class Trajectories(Dialogue):
         self._resetting.discard(session.address)
         self.counts["environments"] += round(1e6 * (time.monotonic() - session.asked))
         session.check_answer(reply)
-        if reply.kind == "run" and session.is_spent:  # its exception follows from the refused turn
+        if reply.kind == "run" and session.is_spent:  # the agent's exception follows from the refused turn
             self._end_agent(session, replace(reply, values=reply.values or {"score": 0.0}))
         elif reply.failure:
             self._fail(session, reply)
@@ -348,7 +363,10 @@ class Trajectories(Dialogue):
             self._continue(session, reply)
 
     def _fail_silent_agents(self) -> None:
-        """Fail the agents that neither ask for a turn nor return; the pool limits all other calls."""
+        """Fail each agent that has neither asked for a turn nor returned within agents.timeout_s.
+
+        The pool limits the time of all other calls.
+        """
         limit_s = self._config.timeout_s
         before = time.monotonic() - limit_s
         for address in sorted(self._unanswered):
@@ -402,7 +420,8 @@ class Trajectories(Dialogue):
         return True
 
     def _continue(self, session: Session, reply: Reply) -> None:
-        """Ask for the next turn, after an environment's answer, unless the trajectory has ended."""
+        """Ask for the next turn, after an environment's answer, or for the score if the trajectory has
+        ended."""
         trajectory, before = session.trajectory, list(session.messages)
         try:
             messages = session.sight.take(reply.messages)
@@ -434,8 +453,7 @@ class Trajectories(Dialogue):
             self._score(session)
 
     def _refuse_rewrite(self, session: Session, kind: str) -> None:
-        """Fail a trajectory because its next turn would not continue its tokens. Its environment has not
-        ended."""
+        """Fail a trajectory because its next turn would change earlier tokens. Its environment still runs."""
         why = (
             f"the conversation after turn {session.trajectory.num_turns} changes earlier tokens, which "
             "agents.on_rewrite=refuse does not allow; use agents.on_rewrite=new_row"
@@ -443,8 +461,10 @@ class Trajectories(Dialogue):
         self._fail(session, Reply(session.address, kind, failure=why, cause=Failure.REWRITE))
 
     def _ask(self, session: Session) -> None:
-        """Take the next turn from the log, or ask the engine for it; without room for a turn, ask for the
-        score."""
+        """Take the next turn from the log, or request it from the engine.
+
+        If no tokens are left for a turn, ask the environment for the score.
+        """
         if session.trajectory.replay_turn():
             if not session.sight.agrees(session.trajectory.rows[-1].segments):
                 raise Diverged("it returned other images")
@@ -485,7 +505,7 @@ class Trajectories(Dialogue):
         self._end(session, values)
 
     def _end(self, session: Session, values: dict[str, float]) -> None:
-        """Add the samples of a trajectory that is closed."""
+        """Turn a closed trajectory into samples and report them."""
         trajectory = session.trajectory
         session.check_context(self._chat)
         samples = trajectory.samples(values or None, session.start.prompt.token_ids)
@@ -496,12 +516,14 @@ class Trajectories(Dialogue):
         self.counts["rows"] += len(samples)
 
     def _note_ended(self, start: StartedSample, rows: list[Sample]) -> None:
-        """Report a trajectory's end. With waves, report it at the end of the wave, because schedules act on
-        it."""
+        """Report the end of a trajectory.
+
+        With waves, the end is reported only when the wave ends, because schedules of samples react to it.
+        """
         (self._wave if self._in_waves else self.ended).append((start, rows))
 
     def _fail(self, session: Session, reply: Reply) -> None:
-        """Count a failed trajectory, and score it, replace it by another sample or leave it out."""
+        """Count a failed trajectory. Then score it, replace it by a further trajectory, or leave it out."""
         start, group = session.start, session.start.group
         why = once(reply.kind, reply.failure)
         log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
@@ -523,8 +545,11 @@ class Trajectories(Dialogue):
             self._note_ended(start, [])
 
     def _learns_from(self, session: Session, reply: Reply) -> bool:
-        """Return whether a failed trajectory is learned from, because the policy's actions exceeded a limit.
-        For example, the policy called a tool with a program that never ends."""
+        """Return whether the policy learns from a failed trajectory, because its own actions exceeded a
+        limit.
+
+        For example, the policy called a tool with a program that never ends.
+        """
         has_acted = session.trajectory.num_turns > 0
         return self._config.on_failure == "zero" and reply.cause in OF_LIMITS and has_acted
 
@@ -542,7 +567,7 @@ class Trajectories(Dialogue):
     # Agents that run by themselves ------------------------------------------------------------------------
 
     def _serve(self, session: Session) -> None:
-        """Make the request of the turn that an agent asks for, or refuse it."""
+        """Make the engine's request for the turn that an agent asks for, or refuse the turn."""
         from rl.features.agents.endpoint import RefusedRequest
 
         asked, trajectory = session.inbox[0], session.trajectory
@@ -577,8 +602,11 @@ class Trajectories(Dialogue):
         self._request(session, request)
 
     def _follow(self, session: Session, asked: "EndpointRequest") -> bool:
-        """Append the tokens that an agent adds to its conversation, or begin a row; return whether it may do
-        so."""
+        """Append the tokens that an agent adds to its conversation, or begin a new row if they do not
+        continue it.
+
+        Returns False if a new row is not allowed (agents.on_rewrite=refuse).
+        """
         trajectory, (given, source) = session.trajectory, session.continuation(asked, self._chat)
         if given is not None:
             if trajectory.give(given, source):
@@ -593,7 +621,7 @@ class Trajectories(Dialogue):
         return True
 
     def _context_of(self, asked: "EndpointRequest") -> np.ndarray:
-        """Return the whole context of a request, int32 [C]."""
+        """Return all token ids of the context that an agent's request gives, int32 [C]."""
         if asked.token_ids is not None:
             return asked.token_ids
         if asked.messages:
@@ -640,7 +668,8 @@ class Trajectories(Dialogue):
         self._environments.stop_agent(session)
 
     def describe_wait(self) -> str:
-        """Return '12 live, oldest 43 s, 3.1'."""
+        """Describe the sessions that are waited for: '12 live, oldest 43 s, 3.1' (trajectory 1 of prompt
+        3)."""
         oldest = min((self._sessions[address] for address in self._unanswered), key=lambda one: one.asked)
         seconds = time.monotonic() - oldest.asked
         return f"{len(self._unanswered)} live, oldest {seconds:.0f} s, {oldest.name}"

@@ -1,4 +1,4 @@
-"""Samples that proceed as trajectories with environments."""
+"""Connects trajectories with environments to the sampler of a run."""
 
 import itertools
 from pathlib import Path
@@ -26,7 +26,7 @@ class TrajectoryForm(DialogueForm):
         super().__init__(config, inputs)
         self._environments: Environments | None = None
         self._numbers = itertools.count()
-        """Numbers that distinguish the logs of one version of the weights."""
+        """Counter whose numbers distinguish the logs of one version of the weights."""
 
     def start(self) -> None:
         inputs = self._inputs

@@ -1,24 +1,24 @@
-"""An OpenAI-compatible server on a replica's leader, for agents that call the engine themselves.
+"""Serves an OpenAI-compatible API on a replica's leader, for agents that call the engine themselves.
 
-    POST /v1/chat/completions      messages and tools; with logprobs, and with return_token_ids as in vLLM
+    POST /v1/chat/completions      messages and tools; also logprobs, and return_token_ids as in vLLM
     POST /inference/v1/generate    token ids in, token ids and log-probs out, in vLLM's form
 
-The server listens on loopback, in a thread of its own. Each trajectory has a random API key, which attributes
-its requests. Every user of the node can connect, so the key is checked before a body is read, and connections
-without a key are limited (`rl.runtime.strangers`). A client that missed an answer sends its request again;
-the repeated request then gets the same turn.
+The server listens on loopback, in a thread of its own. Each trajectory has a random API key, and the server
+uses the key to find the trajectory of a request. Every user of the node can connect. So the server checks the
+key before it reads a body, and it limits connections without a key (`rl.runtime.strangers`). A client that
+missed an answer can send its request again, and then receives the same turn.
 
-A handler only puts a request into a queue; the source of the engine's events takes it from there and answers
-its future:
+An HTTP handler only puts a request into a queue. The source of the engine's events takes the request from the
+queue and sets the result of its future:
 
     endpoint = Endpoint(tokenizer, context_tokens=4096, wake=pool.wake)
-    key = endpoint.open("3.1")                    # the agent is given endpoint.base_url and key
+    key = endpoint.open("3.1")                    # the agent receives endpoint.base_url and key
     request = endpoint.requests.get_nowait()      # EndpointRequest(session="3.1", messages=[...], ...)
     request.reply.set_result(EndpointReply(...))  # or set_exception(Refused("why"))
 
-Sampling parameters of a request are ignored. For example, a temperature of 0 in a request changes nothing:
-the run's temperature applies. `tool_choice: none` hides the tools; any other choice is treated as auto.
-A stream sends the whole turn in one piece. Several choices are refused.
+The server ignores the sampling parameters of a request. For example, a temperature of 0 in a request changes
+nothing: the run's temperature applies. `tool_choice: none` hides the tools; any other value means auto. With
+`stream`, the whole turn is sent in one piece. Requests for several choices (n > 1) are refused.
 """
 
 import asyncio
@@ -50,15 +50,17 @@ NO_TRAJECTORY = "the API key belongs to no open trajectory"
 MODEL = "policy"
 """Name of the model in replies. Requests may name any model."""
 BODY_BYTES, BODY_BYTES_PER_TOKEN = 1 << 20, 64
-"""Maximum body of a request: bytes, and further bytes per token of the engine's context. For example, a
-context of 4,096 tokens allows 1.25 MiB. A token is about 4 characters of text, at most 6 bytes each in JSON,
-or an id of 7 digits; the rest is for schemas of tools and keys of messages."""
+"""Maximum size of a request's body: a number of bytes, plus a number of bytes per token of the engine's
+context. For example, a context of 4,096 tokens allows 1.25 MiB. In JSON, a token takes about 4 characters of
+at most 6 bytes each, or an id of 7 digits. The rest is for schemas of tools and keys of messages."""
 KEY_S, BODY_S = 10.0, 60.0
-"""Seconds in which a new connection must show a key, and in which the body of a request must arrive."""
+"""KEY_S: seconds within which a new connection must show a key. BODY_S: seconds within which the body of a
+request must arrive."""
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, OSError)
-"""Exceptions of reading a request; LookupError: an unknown encoding, OSError: a client that has gone."""
+"""Exceptions that the reading of a malformed request may raise. For example, an unknown encoding raises
+LookupError, and a client that has gone raises OSError."""
 IGNORED = ("refusal", "audio", "annotations", "function_call")
-"""Keys that client libraries add to a message of the assistant."""
+"""Keys that client libraries add to messages of the assistant. The server ignores them."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class EndpointReply:
     token_ids: np.ndarray
     """int32 [R]: the sampled tokens."""
     logprobs: np.ndarray
-    """float32 [R]."""
+    """float32 [R]: log-probabilities of the sampled tokens."""
     end: str
     """Why the turn ended, as in `Completion`."""
     message: dict
@@ -79,20 +81,23 @@ class EndpointReply:
 
 @dataclass(frozen=True)
 class EndpointRequest:
-    """A turn that an agent asks for. Either `messages` or `token_ids` is given. Neither is given if the body
-    of the request is longer than any context."""
+    """A request of an agent for a turn.
+
+    Either `messages` or `token_ids` is given. Both are None if the body of the request is longer than any
+    context.
+    """
 
     session: str
     messages: Messages | None
-    """The whole conversation, with parsed arguments of tool calls (`normalise`)."""
+    """The whole conversation. The arguments of its tool calls are parsed (`normalise`)."""
     token_ids: np.ndarray | None
     """int32 [C]: the whole context."""
     tools: list[dict] = field(default_factory=list)
     max_tokens: int | None = None
-    """Maximum number of tokens of the turn; None: no limit but the run's."""
+    """Maximum number of tokens of the turn. None: only the limits of the run apply."""
     is_learned: bool = True
-    """Whether the turn belongs to the trajectory; a request with "store": false asks for a turn that does
-    not."""
+    """Whether the turn belongs to the trajectory. A request with "store": false asks for a turn that does not
+    belong to it, so the policy does not learn from this turn."""
     reply: "Future[EndpointReply]" = field(default_factory=Future)
 
 
@@ -104,8 +109,9 @@ class Endpoint:
     """Serves requests of agents from a thread, until `shutdown`.
 
     Args:
-        context_tokens: longest context of the engine, which limits the bodies of requests.
-        wake: called after a request was put into `requests`, from the server's thread.
+        context_tokens: number of tokens of the engine's longest context; it limits the size of request
+        bodies.
+        wake: function that the server's thread calls after it has put a request into `requests`.
     """
 
     def __init__(
@@ -121,7 +127,8 @@ class Endpoint:
         self._sessions: dict[str, str] = {}
         """API key -> session."""
         self._turns: dict[str, dict[str, Future]] = {}
-        """Session -> request -> its reply, for the last request and all requests without a reply."""
+        """Session -> content of a request -> future of its reply. It holds the last request of a session and
+        all its requests without a reply."""
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
         started: Future[int] = Future()
@@ -157,7 +164,7 @@ class Endpoint:
     def _serve(self, started: "Future[int]") -> None:
         async def run() -> None:
             self._stop = asyncio.Event()
-            # Later, because a connection's handler may not have started yet.
+            # Close a connection only in a later turn of the loop: its handler may not have started yet.
             self._strangers = Strangers[RequestHandler](lambda c: self._loop.call_soon(c.force_close), KEY_S)
             app = web.Application(client_max_size=self._max_body)
             app.router.add_post("/v1/chat/completions", self._answer(_read_chat, self._write_chat))
@@ -191,7 +198,7 @@ class Endpoint:
             self._loop.close()
 
     def _admit(self, connection: RequestHandler) -> RequestHandler:
-        """Count a new connection as a stranger. All agents of a call may connect at once."""
+        """Count a new connection as a stranger until it shows a key. All agents may connect at once."""
         self._strangers.admit(connection, beside=len(self._sessions))
         return connection
 
@@ -218,7 +225,8 @@ class Endpoint:
             if reply is None:
                 return _error(401, NO_TRAJECTORY)
             try:
-                # Shielded, because a repeated request may wait for it too.
+                # Shielded from the end of this connection, because a repeated request may wait for the same
+                # reply.
                 written = write(body, await asyncio.shield(asyncio.wrap_future(reply)))
             except RefusedRequest as error:
                 return _error(400, str(error))
@@ -233,7 +241,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(BODY_S):
                 body = await http.json()
-        except web.HTTPRequestEntityTooLarge:  # it came in chunks, without a length
+        except web.HTTPRequestEntityTooLarge:  # the body came in chunks, so its length was not known
             return {}
         if not body or not isinstance(body, dict):
             raise ValueError("the body must be an object")
@@ -241,9 +249,10 @@ class Endpoint:
         return json.loads(json.dumps(body, ensure_ascii=False).encode(errors="replace"))
 
     def _ask(self, request: EndpointRequest) -> "Future[EndpointReply] | None":
-        """Return the reply of the request, or of an equal earlier request; None if its trajectory has ended.
+        """Return the future reply of the request, or of an equal earlier request.
 
-        A request with "store": false is never a repetition, because it may ask for another sample.
+        Returns None if the trajectory has ended. A request with "store": false never counts as a repetition,
+        because the agent may want another sample.
         """
         asked = [request.messages, request.token_ids, request.tools, request.max_tokens]
         name = json.dumps(asked, default=np.ndarray.tolist) if request.is_learned else secrets.token_hex(8)
@@ -304,7 +313,7 @@ class Endpoint:
         }
 
     def _read_tokens(self, body: dict) -> dict:
-        """Return the fields of a request for tokens."""
+        """Return the fields of an `EndpointRequest` from a request to /inference/v1/generate."""
         if body.get("stream"):
             raise RefusedRequest("stream is not supported by this address")
         if not all(type(id) is int for id in body["token_ids"]):
@@ -327,7 +336,7 @@ class Endpoint:
 
 
 def _read_chat(body: dict) -> dict:
-    """Return the fields of a request for a message."""
+    """Return the fields of an `EndpointRequest` from a request to /v1/chat/completions."""
     if body.get("n", 1) not in (1, None):
         raise RefusedRequest("n > 1 is not supported by this address")
     messages = normalise(body["messages"])
@@ -347,7 +356,7 @@ def _read_chat(body: dict) -> dict:
 
 
 def _max_tokens(value: Any) -> int | None:
-    """Return a request's limit of tokens, or None. Some clients write -1 for no limit."""
+    """Return the token limit of a request, or None. Some clients write -1 for no limit."""
     if value is not None and type(value) is not int:
         raise ValueError(f"max_tokens={value!r:.80} must be an integer")
     return value if value and value > 0 else None
@@ -356,7 +365,8 @@ def _max_tokens(value: Any) -> int | None:
 def normalise(messages: Messages) -> Messages:
     """Return a client's messages in the form that templates and `new_messages` take.
 
-    Contents are texts, arguments of tool calls are objects, and keys without value are absent.
+    In this form, contents are texts, arguments of tool calls are objects, and keys without a value are
+    absent.
     """
     normal = []
     for message in messages:
@@ -387,9 +397,10 @@ def _normal_call(call: dict) -> dict:
 
 
 def new_messages(known: Messages, received: Messages) -> Messages | None:
-    """Return the messages after a known conversation; None if the agent has changed the conversation.
+    """Return the messages that follow a known conversation; None if the agent has changed the conversation.
 
-    Only role, content and tool calls are compared: clients lose other keys, for example reasoning_content.
+    Only role, content and tool calls are compared, because clients lose other keys (for example
+    reasoning_content).
     """
 
     def view(message: dict) -> tuple[Any, ...]:
@@ -436,8 +447,10 @@ def _error(status: int, message: str) -> web.Response:
 
 
 def _is_no_refusal(record: logging.LogRecord) -> bool:
-    """Return whether to log a record. A request that is not HTTP is not logged, because the log would hold
-    its text."""
+    """Return whether to log a record.
+
+    Input that is not HTTP is not logged, because its text would then be in the log.
+    """
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
