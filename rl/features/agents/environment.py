@@ -1,11 +1,14 @@
-"""Environments and tools, as users write them, and the messages to and from the worker that holds them.
+"""Loads the environments and tools that users write, and defines the messages to and from their worker
+process.
 
-docs/agents.md describes environments and tools. `list_tools() -> [schema]` and `call_tool(name, arguments)`
-are for tools that are known only at run time, for example the tools of an MCP server.
+docs/agents.md describes environments and tools. An environment whose tools are known only at run time (for
+example, the tools of an MCP server) has the methods `list_tools() -> [schema]` and `call_tool(name,
+arguments)`.
 
-A ValueError, ArithmeticError or LookupError of a tool, or an argument of the wrong type, is an answer to the
-policy: its message is the tool's output. For example, a tool that divides by 0 answers "Error:
-ZeroDivisionError: division by zero". Any other exception, an exceeded limit or the end of the process is a
+If a tool raises ValueError, ArithmeticError or LookupError, or receives an argument of the wrong type, the
+policy reads the error's message as the output of the tool. For example, a tool that divides by 0 answers
+"Error:
+ZeroDivisionError: division by zero". Any other exception, an exceeded limit, or the end of the process is a
 failure of the trajectory (`Failure`).
 """
 
@@ -30,7 +33,7 @@ from rl.config.functions import load_function
 
 Messages = list[dict[str, Any]]
 RESERVED = ("reset", "step", "run", "score", "close", "list_tools", "call_tool", "done")
-"""Public names of an environment that are not tools."""
+"""Public names of an environment's class that never become tools."""
 VERL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 """Keys of a tool's entry in verl's tools_kwargs; the values below each key are settings of the tool."""
 
@@ -44,29 +47,30 @@ class ToolCall:
     id: str
     name: str
     arguments: dict[str, Any] | str
-    """A str: text that is not a JSON object."""
+    """The arguments. A str if the policy wrote text that is not a JSON object."""
 
 
 @dataclass(frozen=True)
 class ToolCalls:
-    """The calls of one turn; they are made in order."""
+    """The tool calls of one turn. The worker makes them in order."""
 
     calls: tuple[ToolCall, ...]
 
 
 @dataclass(frozen=True)
 class GameTurn:
-    """A turn in a game."""
+    """A turn of the policy, for an environment with the method `step`."""
 
     text: str
-    """The policy's turn."""
+    """Text of the turn."""
 
 
 @dataclass(frozen=True)
 class AgentRun:
     """The whole trajectory of an agent that calls the engine itself.
 
-    The call has no time limit in the pool: the source limits the time between the agent's requests.
+    The pool sets no time limit for this call. Instead, `Trajectories` limits the time between the agent's
+    requests.
     """
 
     base_url: str
@@ -75,7 +79,7 @@ class AgentRun:
 
 @dataclass(frozen=True)
 class FinalScore:
-    """The end of a trajectory."""
+    """A request for the score, at the end of a trajectory."""
 
     messages: Messages
 
@@ -97,15 +101,15 @@ class Failure(StrEnum):
     START = "start"
     """No worker process could be started."""
     PROMPT = "prompt"
-    """The template rejects the environment's messages, or they leave no room for a turn."""
+    """The chat template rejects the environment's messages, or the messages leave no room for a turn."""
     REWRITE = "rewrite"
-    """The template changed earlier tokens with agents.on_rewrite=refuse."""
+    """The chat template changed earlier tokens, and agents.on_rewrite is refuse."""
     IDLE = "idle"
     """An agent that calls the engine itself ended without a turn."""
 
 
 OF_LIMITS = (Failure.TIME, Failure.MEMORY)
-"""Failures by an exceeded limit of a call. An action of the policy may have caused such a failure."""
+"""Failures in which a call exceeded a limit. An action of the policy may have caused such a failure."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +120,9 @@ class Reply:
     kind: str
     """reset, tools, step, run or score."""
     messages: Messages = field(default_factory=list)
-    """reset: the prompt, or one {"role": "text", "content": str} without chat template. tools: one
-    {"role": "tool", "tool_call_id", "name", "content"} per call, in their order. step: one of the user."""
+    """reset: the prompt; without a chat template, one message {"role": "text", "content": str}. tools: one
+    message {"role": "tool", "tool_call_id", "name", "content"} per call, in the order of the calls. step: one
+    message of the user."""
     tools: Messages = field(default_factory=list)
     """reset: schemas of the tools in OpenAI's function format; [] if there are none."""
     drives: str = ""
@@ -128,20 +133,22 @@ class Reply:
     values: dict[str, float] = field(default_factory=dict)
     """score, run: `score` and other numbers; {} if the environment has no score. tools: `calls`, `errors`."""
     failure: str = ""
-    """Description of a failure; the first line is the reason."""
+    """Description of a failure. Its first line is the reason. Empty if there is no failure."""
     cause: Failure = Failure.ERROR
     """Cause of the failure, if there is one."""
     digest: int = -1
     """`answer_digest` by the worker that gave the answer; -1 if unknown."""
     reopen: str = ""
-    """How to repeat the session, if another session of its process may have caused the failure. alone: in a
-    process of its own, because its request was in progress. shared: with other sessions. Empty: not at all,
-    the session has failed."""
+    """How to repeat the session if another session of its process may have caused the failure. alone: in a
+    process of its own, because a request of this session was in progress. shared: in a process with other
+    sessions. Empty: the session is not repeated, because it has failed."""
 
 
 def answer_digest(request: str, answer: Mapping[str, Any]) -> int:
-    """Return a 32-bit hash of a request's name and its answer, identical before and after the transfer as
-    JSON."""
+    """Return a 32-bit hash of a request's name and its answer.
+
+    The hash is the same before and after the answer is transferred as JSON.
+    """
     content = [request, *(answer.get(name) or None for name in ("messages", "reward", "values"))]
     text = json.dumps(content, ensure_ascii=False, default=str)
     return zlib.crc32(text.encode("utf-8", "replace"))
@@ -156,9 +163,9 @@ class Tool:
 
     function: Callable[..., Any]
     schema: dict[str, Any]
-    """In OpenAI's function format."""
+    """The schema of the tool in OpenAI's function format."""
     arguments: TypeAdapter[Any]
-    """Converts and checks the arguments."""
+    """Adapter that converts and checks the arguments of a call."""
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -166,8 +173,10 @@ class Tool:
         return self.schema["function"]["name"]
 
     def with_settings(self, settings: Mapping[str, Any]) -> "Tool":
-        """Return the tool with the settings that are keyword-only parameters of its function. verl nests
-        settings in VERL_KWARGS."""
+        """Return the tool with those settings that are keyword-only parameters of its function.
+
+        Settings below the keys VERL_KWARGS are read, too, because verl nests settings there.
+        """
         flat = {key: value for key, value in settings.items() if key not in VERL_KWARGS}
         for key in VERL_KWARGS:
             flat |= settings.get(key) or {}
@@ -178,7 +187,7 @@ class Tool:
     def bound_call(self, arguments: dict[str, Any] | str, instance: Any = None) -> Callable[[], Any]:
         """Return the call of the function, or of the method of `instance` if an instance is given.
 
-        Raises ValueError for malformed arguments; its message is for the policy.
+        Raises ValueError for malformed arguments; the policy reads the message of this error.
         """
         if isinstance(arguments, str):
             raise ValueError(f"the arguments must be a JSON object, not {arguments:.200}")
@@ -256,7 +265,7 @@ class LoadedEnvironment:
     """The imported class and functions of an `EnvironmentSpec`."""
 
     cls: type | None
-    """The class; None for tools alone."""
+    """The class. None if the spec names only tools."""
     kwargs: Mapping[str, Any]
     functions: dict[str, Tool]
     """Plain functions by name."""
@@ -269,7 +278,8 @@ class LoadedEnvironment:
         return next((name for name in ("run", "step") if hasattr(self.cls, name)), "tools")
 
     def tools_for(self, row: Mapping[str, Any]) -> dict[str, Tool]:
-        """Return the tools that a row is offered, with their settings, by name."""
+        """Return name -> tool, with its settings, for the tools that the environment offers for a row of the
+        data."""
         tools = self.functions | self.methods
         entries = {key: value for key, value in (row.get("tools_kwargs") or {}).items() if value is not None}
         if chosen := [name for name in tools if name in entries]:
@@ -280,7 +290,7 @@ class LoadedEnvironment:
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
     """Import the class and the functions of a spec.
 
-    Raises ValueError, with the config's key, for what is missing or cannot be used.
+    Raises ValueError, with the config's key, if a class or function is missing or cannot be used.
     """
     cls: type | None = None
     methods, kwargs = {}, dict(spec.kwargs)

@@ -1,9 +1,10 @@
-"""Answers of environments and tools as the content of messages, in the process of the environment.
+"""Converts the answers of environments and tools to the content of messages, in the process of the
+environment.
 
-An answer is a text, an object that JSON can hold, content parts (OpenAI, Anthropic, MCP), a result of MCP, or
-verl's {"text": ..., "image": [...]}. An image is a Pillow image, an array uint8 [H, W, 3], the bytes of a
-file or a data URI. Any other value raises TypeError, because it would vanish or become a text such as
-<object at 0x7f...>.
+An answer may be a text, an object that JSON can hold, content parts (as in OpenAI, Anthropic or MCP), a
+result of MCP, or a dict in verl's format {"text": ..., "image": [...]}. An image may be a Pillow image, an
+array uint8 [H, W, 3], the bytes of a file, or a data URI. Any other value raises TypeError. Otherwise it
+would be lost, or become a text such as <object at 0x7f...>.
 """
 
 import base64
@@ -28,16 +29,16 @@ PARTS = {
     "audio": ("data",),
     "input_audio": ("input_audio",),
 }
-"""Type of a content part -> keys; a part of this type has one of the keys."""
+"""Type of a content part -> keys. A part of this type has one of these keys."""
 BESIDE = {"type", "annotations", "_meta", "meta", "cache_control", "detail", "mimeType", "mime_type"}
-"""Keys of a part that the policy does not see. A dict with other keys is an object, and becomes JSON. For
-example, {"type": "text", "text": "a", "score": 1} is an object."""
+"""Further keys that a content part may have; the policy does not see them. A dict with any other key is not a
+part but an object, and becomes JSON. For example, {"type": "text", "text": "a", "score": 1} is an object."""
 RESULT = {"content", "isError", "is_error", "structuredContent", "structured_content"}
-"""Keys of a result of MCP; a result has "content" and at least one more of these keys."""
+"""Keys of a result of MCP. A result has the key "content" and at least one more of these keys."""
 
 
 def parts_of(answer: Any) -> list[dict[str, Any]]:
-    """Return an answer as parts {type: text, text} and {type: image, image}, the image as a data URI.
+    """Return an answer as a list of parts {type: text, text} and {type: image, image}. Images are data URIs.
 
     Raises ValueError, with a message for the policy, if a result of MCP is an error, and TypeError if a part
     of the answer is neither text nor an image.
@@ -58,8 +59,10 @@ def parts_of(answer: Any) -> list[dict[str, Any]]:
 
 
 def text_of(value: Any) -> str:
-    """Return a value as text: a text unchanged, "" for None, otherwise JSON. Raises TypeError if JSON cannot
-    hold it."""
+    """Return a value as text. A text stays unchanged, None becomes "", and any other value becomes JSON.
+
+    Raises TypeError if JSON cannot hold the value.
+    """
     value = _plain(value) if isinstance(value, (bytes, bytearray)) else value
     if isinstance(value, str):
         return value
@@ -80,7 +83,7 @@ def _as_object(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in a form that JSON can hold. Raises TypeError if there is none."""
+    """Return a value in a form that JSON can hold. Raises TypeError if there is no such form."""
     if (known := _as_object(value)) is not value:
         return known
     if isinstance(value, (bytes, bytearray)):
@@ -108,7 +111,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_part(value: Any, *, is_block: bool = False) -> bool:
-    """Return whether a value is a content part. is_block: further keys are allowed."""
+    """Return whether a value is a content part. is_block: whether the part may have keys beyond BESIDE."""
     if not isinstance(value, Mapping) or not isinstance(kind := value.get("type"), str):
         return False
     keys = PARTS.get(kind, ())
@@ -117,7 +120,10 @@ def _is_part(value: Any, *, is_block: bool = False) -> bool:
 
 
 def _of_part(part: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a part of OpenAI, Anthropic, MCP or transformers as parts. Raises TypeError for others."""
+    """Return a content part of OpenAI, Anthropic, MCP or transformers as a list of parts (see `parts_of`).
+
+    Raises TypeError if it is neither text nor an image.
+    """
     kind = part["type"]
     held = next(part[key] for key in PARTS[kind] if part.get(key) is not None)
     if kind == "resource_link":
@@ -155,8 +161,10 @@ def _of_result(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _has_value(text: str, structured: Any) -> bool:
-    """Return whether a text is the JSON of a structured result, or of a value that the server wrapped. For
-    example, {"result": 3} wraps 3."""
+    """Return whether a text is the JSON of a structured result, or of the value that the result wraps.
+
+    For example, {"result": 3} wraps 3.
+    """
     wrapped = structured.get("result") if isinstance(structured, Mapping) and len(structured) == 1 else None
     try:
         return json.loads(text) in (structured, wrapped)
@@ -165,9 +173,9 @@ def _has_value(text: str, structured: Any) -> bool:
 
 
 def is_observation(answer: Any) -> bool:
-    """Return whether an answer is a dict of verl's format. An answer with a text may have no image.
+    """Return whether an answer is a dict in verl's format. Such a dict may have no images if it has a text.
 
-    Raises TypeError for images in another form, which would become a text about Python's objects.
+    Raises TypeError for images in another form, because they would become a text about Python objects.
     """
     if not isinstance(answer, dict) or "image" not in answer:
         return False
@@ -187,7 +195,8 @@ def is_observation(answer: Any) -> bool:
 def content(answer: Any, shown: Callable[[str], str] = str) -> str | list[dict[str, Any]]:
     """Return an answer as the content of a message: a text, or parts if it has images.
 
-    shown: returns the text of a part as the policy reads it. Raises the errors of `parts_of`.
+    shown: function that returns the text of a part as the policy reads it (for example, cut off at a limit).
+    Raises the same errors as `parts_of`.
     """
     parts = parts_of(answer)
     if all(part["type"] == "text" for part in parts):
@@ -196,7 +205,9 @@ def content(answer: Any, shown: Callable[[str], str] = str) -> str | list[dict[s
 
 
 def with_uris(message: dict) -> dict:
-    """Return a message with content parts in the form of `parts_of`; anchors of images stay unchanged.
+    """Return a message with its content parts in the form of `parts_of`.
+
+    A part that only marks the place of an image stays unchanged.
 
     Raises ValueError for an image in another form.
     """

@@ -1,4 +1,4 @@
-"""Environments in worker processes, so that none of them can block or end the training process.
+"""Runs environments in worker processes, so that no environment can block or end the training process.
 
     with EnvironmentPool(plan, workers=2, timeout_s=30, memory_mib=4096) as pool:
         pool.check()                           # ValueError if something cannot be loaded
@@ -7,16 +7,18 @@
             pool.call("a", ToolCalls((ToolCall("0", "search", {"query": "Ada"}),)))
         pool.close("a")
 
-A session is the environment of one trajectory; it has one request at a time. A dead or silent worker is
-killed, with every process that it started. All sessions of the worker are then lost, and each one's reply to
-its present or next request reports the loss. A session that was alone in its worker has failed. Otherwise any
-session may have ended the worker, so all sessions are to be opened again (`Reply.reopen`). For example, of
-three sessions one was in a call and two were idle: the first is opened in a process of its own, because its
-call may have ended the process, and the idle sessions share a process again.
+A session is the environment of one trajectory. It has one request at a time. A dead or silent worker is
+killed, together with every process that it started. All sessions of this worker are then lost. The pool
+reports the loss of a session in its reply to the present request of the session, or to the next one. If a
+session was alone in its worker, it has failed. Otherwise any of the sessions may have ended the worker, so
+the caller opens all of them again (`Reply.reopen`). For example, a worker held three sessions, of which one
+was in a call and two were idle. The first is opened in a process of its own, because its call may have ended
+the process. The idle sessions share a process again.
 
-A call that exceeds its time limit fails only its own session. The worker then takes no further sessions and
+A call that exceeds its time limit fails only its own session. The worker then takes no further sessions, and
 ends with its last session. There are never more workers than allowed, so a new session may wait for the end
-of another session. The workers run as the same user: this protects against accidents, not attacks.
+of another session. The workers run as the same user as the training process. So the pool protects against
+accidents, but not against attacks.
 """
 
 import contextlib
@@ -43,8 +45,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""Seconds without a sign of life, beyond the time limit of a call, after which a worker is killed. For
-example, with agents.timeout_s=30 a worker is killed after 35 silent seconds."""
+"""Seconds that are added to the time limit of a call. A worker without a sign of life for the sum is killed.
+For example, with agents.timeout_s=30 a worker is killed after 35 silent seconds."""
 CLOSING_S = 5.0
 """Seconds that `shutdown` gives environments to close."""
 
@@ -55,7 +57,8 @@ _logged: set[tuple[str, str]] = set()
 def once(request: str, failure: str) -> str:
     """Return a failure in full if it is the first of its kind in this process, else its first line.
 
-    A kind is the failed request with the exception. A run may have thousands of failures with one traceback.
+    Two failures are of one kind if the request and the exception are the same. A run may have thousands of
+    failures with the same traceback.
     """
     first_line = failure.partition("\n")[0]
     kind = request, first_line.partition(":")[0]
@@ -66,8 +69,8 @@ def once(request: str, failure: str) -> str:
 
 
 def to_row(prompt: "Prompt") -> dict[str, Any]:
-    """Return the row of a prompt, as environments get it."""
-    from rl.data.prompts import AGENT_COLUMNS  # with transformers, which nothing else here needs
+    """Return the row of a prompt in the form that environments receive."""
+    from rl.data.prompts import AGENT_COLUMNS  # this imports transformers, which nothing else here needs
 
     return {
         "prompt": prompt.text,
@@ -95,9 +98,9 @@ class _Session:
     """Monotonic time of the request in progress."""
     is_closed: bool = False
     is_kept: bool = False
-    """Whether the session waits for a later phase."""
+    """Whether the session is kept for a later phase."""
     loss: dict[str, Any] | None = None
-    """Fields of the reply to further requests, after the worker was lost."""
+    """After the worker was lost: the fields of the reply to each further request."""
 
 
 def _is_number(value: Any) -> bool:
@@ -115,7 +118,8 @@ REPLY_FIELDS = {
     "cause": lambda v: v in tuple(Failure),
     "digest": lambda v: type(v) is int,
 }
-"""Fields of a message that answers a request -> whether a value is valid."""
+"""Field of a message that answers a request -> function that returns whether a value of this field is
+valid."""
 
 
 class EnvironmentWorker(WorkerProcess):
@@ -127,9 +131,9 @@ class EnvironmentWorker(WorkerProcess):
     ready_type = list  # the tools of each environment
 
     def __init__(self, *arguments: Any, silence_s: float, **options: Any):
-        """Start the process, see WorkerProcess. Raises OSError if that fails."""
+        """Start the process (see `WorkerProcess`). Raises OSError if the start fails."""
         self.sessions: dict[int, _Session] = {}
-        """Sessions by number, until the worker has closed them."""
+        """Number -> session, for all sessions that the worker has not closed yet."""
         self.must_retire = False
         self._silence_s = silence_s
         self._held: list[bytes] = []
@@ -147,7 +151,11 @@ class EnvironmentWorker(WorkerProcess):
         return sum(not session.is_closed for session in self.sessions.values())
 
     def request(self, session: _Session, request: str, argument: Any) -> None:
-        """Send a request. During a process sweep, queue it: the sweep would kill a daemon of the request."""
+        """Send a request.
+
+        While the worker sweeps (ends the processes that closed sessions left), the request is queued, because
+        the sweep would kill a daemon that the request starts.
+        """
         name = f"{session.name} {session.num_requests}"
         self._held.append(pickle.dumps((session.number, request, name, argument)))
         self.send_held()
@@ -159,7 +167,8 @@ class EnvironmentWorker(WorkerProcess):
             self.renew_deadline()
 
     def renew_deadline(self) -> None:
-        """Set the deadline of the next sign of life, after a message or a request."""
+        """Set the time by which the worker must give the next sign of life. Called after a message or a
+        request."""
         if self.is_ready and not self.sweeping and not self.is_disconnected:
             is_busy = any(s.started or s.is_closed for s in self.sessions.values())
             self.deadline = time.monotonic() + self._silence_s if is_busy else math.inf
@@ -187,7 +196,7 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
     worker_class = EnvironmentWorker
 
     def __init__(self, plan: AgentPlan, *, timeout_s: float, max_output_chars: int = 8192, **limits: Any):
-        """Store the limits, see `Pool`.
+        """Store the limits (see `Pool`).
 
         Args:
             timeout_s: time limit of each call of an environment or tool, in seconds.
@@ -210,9 +219,10 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
         return {session.name for session in self._waiting}
 
     def open(self, session: str, row: Mapping[str, Any], *, alone: bool = False) -> None:
-        """Construct and reset the environment of a new session; `row` as `to_row` returns it.
+        """Construct and reset the environment of a new session.
 
-        alone: whether its process must hold no other session.
+        row: a row in the form of `to_row`. alone: whether the process of the session must hold no other
+        session.
         """
         assert session not in self._sessions, session
         opened = self._sessions[session] = _Session(session, next(self._numbers), dict(row), alone)
@@ -241,7 +251,7 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
             self.failed_starts = 0  # the next phase may try again
 
     def keep(self, session: str, is_kept: bool = True) -> None:
-        """Note whether a session waits for a later phase. Its process may end earlier (`Reply.reopen`)."""
+        """Note whether a session is kept for a later phase. Its process may end before (`Reply.reopen`)."""
         kept = self._sessions[session]
         kept.is_kept = is_kept
         if kept.worker is not None:
@@ -249,8 +259,10 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
             self._retire(kept.worker)
 
     def poll(self, timeout_s: float = 0.0) -> list[Reply]:
-        """Return the replies that have arrived; wait for the first reply until `wake`, at most
-        `timeout_s`."""
+        """Return the replies that have arrived.
+
+        If there is none, wait for the first reply, until `wake` is called or `timeout_s` has passed.
+        """
         deadline = time.monotonic() + timeout_s
         is_woken = False
         while not is_woken:
@@ -310,10 +322,11 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
                 self._answer(session, **session.loss)
 
     def _choose_worker(self, session: _Session, is_scarce: bool) -> EnvironmentWorker | None:
-        """Return the worker with the fewest sessions, or a new worker if all are in use; None if there is
-        none yet.
+        """Return the worker with the fewest sessions, or a new worker if all are in use.
 
-        is_scarce: whether a session waits for a worker of its own; this session then takes no empty worker.
+        Returns None if no worker can take the session yet.
+        is_scarce: whether another session waits for a worker of its own. In this case an empty worker is left
+            to the other session.
         """
         usable = [worker for worker in self.all if worker.may_take(session)]
         if is_scarce:
@@ -366,8 +379,10 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
             self._lose(session, failure=reason, cause=cause, reopen=reopen if may_reopen else "")
 
     def _lose(self, session: _Session, **loss: Any) -> None:
-        """Report the loss of its worker to a session: now if a request is in progress, else at its next
-        request."""
+        """Report to a session that its worker is lost.
+
+        The report is the reply to the request in progress, or to the next request if none is in progress.
+        """
         session.worker, session.loss = None, loss
         if session.started is not None:
             self._answer(session, **loss)

@@ -1,4 +1,5 @@
-"""The package `renderers` (optional): hand-written forms of many models' chat templates, in token ids."""
+"""Uses the optional package `renderers`, which renders the chat templates of many models directly to token
+ids."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from rl.features.agents.environment import Messages, ToolCall
 
 
 class Renderer:
-    """A renderer of the package that gives the same ids as a model's template."""
+    """A renderer of the package. It gives the same token ids as the chat template of the model."""
 
     def __init__(self, renderer: Any, prompt: np.ndarray):
         self._renderer, self._prompt = renderer, prompt.tolist()
@@ -38,7 +39,8 @@ class Renderer:
     def parse(
         self, ids: np.ndarray, tools: Sequence[dict], number: int
     ) -> tuple[str, str, tuple[ToolCall, ...]]:
-        """Return thinking, content and calls of a turn without its end token."""
+        """Return the thinking, the content and the tool calls of a turn. ids: the turn without its end
+        token."""
         parsed = self._renderer.parse_response(
             ids.tolist(), tools=list(tools) or None, prompt_ids=self._prompt
         )
@@ -60,14 +62,15 @@ def find_renderer(
     *,
     parallel: bool,
 ) -> Renderer | None:
-    """Return the renderer that gives the template's ids for conversations of all kinds, or None.
+    """Return the renderer that gives the same ids as the template for conversations of all kinds, or None.
 
-    The model's name is no proof, because checkpoints of one architecture have different templates. With
-    arguments of the template, only the generation prompt is compared. For example, with enable_thinking=false
-    Qwen3's template drops the empty thinking tag of earlier turns, but the renderer keeps it.
+    The renderer is not chosen by the name of the model, because checkpoints of one architecture have
+    different templates. The conversations are compared without `template_kwargs`; with them, only the
+    generation prompt is compared. For example, with enable_thinking=false the template of Qwen3 drops the
+    empty thinking tag of earlier turns, but the renderer keeps it.
 
     Args:
-        render: the template: messages, tools and arguments to ids.
+        render: function (messages, tools, template arguments) -> ids, by the chat template.
         parallel: whether a turn may hold several calls.
     """
     if importlib.util.find_spec("renderers") is None:

@@ -1,4 +1,4 @@
-"""The environments of a replica, and how conversations with them become tokens."""
+"""Starts and holds the environments of a replica, with the `Chat` that converts their messages to tokens."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ class Environments:
     make_endpoint: "Callable[[], Endpoint]"
     """Starts the server for agents that call the engine over HTTP themselves."""
     sight_of: Callable[[Prompt], Sight] = Sight
-    """Returns the images that a trajectory of a prompt sees."""
+    """Function that returns the `Sight` of a prompt: the images that a trajectory of this prompt sees."""
     kept: "dict[str, Session]" = field(default_factory=dict)
     """Sessions of trajectories that continue in a later call, by address."""
     endpoint: "Endpoint | None" = None
@@ -49,7 +49,7 @@ class Environments:
         return self.endpoint
 
     def keep(self, session: "Session") -> None:
-        """Keep a session for a later call; close it if it still waits for a process."""
+        """Keep a session for a later call. A session that still waits for a process is closed instead."""
         if session.address in self.pool.waiting:
             self.stop_agent(session)
             self.pool.close(session.address)
@@ -58,13 +58,13 @@ class Environments:
             self.pool.keep(session.address)
 
     def take(self, address: str) -> "Session | None":
-        """Return a kept session to continue it; None if there is none."""
+        """Return a kept session, which the caller continues; None if no session has this address."""
         if (session := self.kept.pop(address, None)) is not None:
             self.pool.keep(address, False)
         return session
 
     def keep_only(self, samples: Collection[tuple[int, int]]) -> None:
-        """Close all kept sessions but the sessions of `samples`.
+        """Close all kept sessions except the sessions of `samples`.
 
         samples: pairs of the prompt's draw and the sample's number in its group.
         """
@@ -91,13 +91,13 @@ class Environments:
 def start_environments(
     config: Config, tokenizer: PreTrainedTokenizerBase, kept: Collection[int]
 ) -> Environments | None:
-    """Start the environments; return None on ranks that do not lead a replica of the engine.
+    """Start the environments of this replica. Returns None on ranks that do not lead a replica of the engine.
 
     kept: ids of special tokens that stay in the text of a turn.
 
-    Call it before the engines are built: they pin this thread to a core, and processes that start later
-    would inherit the pinning. Raises ValueError if the environments cannot be loaded, or if the chat template
-    does not suit them.
+    Call this function before the engines are built. An engine pins this thread to a core, and processes that
+    start later would inherit the pinning. Raises ValueError if the environments cannot be loaded, or if the
+    chat template is not suitable for them.
     """
     agents = config.agents
     if dist.get_rank() % config.rollout.tp:

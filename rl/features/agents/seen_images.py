@@ -1,4 +1,4 @@
-"""Images in trajectories, of the prompt and of environments."""
+"""Handles the images of trajectories: the images of the prompt and the images that environments return."""
 
 from collections.abc import Sequence
 
@@ -15,8 +15,9 @@ from rl.rollout.samples import Segment
 class SeenImages(Sight):
     """The images of a trajectory, in the order of their tokens.
 
-    Images of the environment are data URIs in its messages (`observations.py`). `reset` may return the
-    messages of the data, with the images of the prompt, or other messages.
+    Images of the environment are data URIs in its messages (`observations.py`). The environment's `reset` may
+    return the messages of the data row, and then the images of the prompt are used. It may also return other
+    messages with images of their own.
     """
 
     suits_agents = False
@@ -26,7 +27,7 @@ class SeenImages(Sight):
         self._format = format
         self._images: list[PromptImage] = []
         self._taken: list[PromptImage] = []
-        """Images of the last messages, until their tokens have places."""
+        """Images of the messages that were taken last, until `expand` has placed their tokens."""
 
     def take(self, messages: Messages) -> Messages:
         self._taken = []

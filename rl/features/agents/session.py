@@ -1,4 +1,7 @@
-"""A session: a trajectory with the environment that answers it. Messages become tokens in chat.py."""
+"""Defines a session: a trajectory together with the environment that answers it.
+
+`chat.py` converts the messages of a session to tokens.
+"""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -18,7 +21,8 @@ if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
 
 
 class WrongAnswer(RuntimeError):
-    """Raised on a replica's leader if a trajectory has tokens that its environment did not give."""
+    """Raised on a replica's leader if a trajectory has tokens or numbers that its environment did not
+    give."""
 
 
 @dataclass
@@ -35,13 +39,14 @@ class Session:
     grammar: str | None = None
     """Grammar of the turns (`Request.grammar`)."""
     context: Messages = field(default_factory=list)
-    """The part of the conversation that is in the context of its last turn."""
+    """The messages whose tokens are in the context of the last turn."""
     num_requests: int = 1
-    """Number of requests to its environment, with the reset."""
+    """Number of requests to the environment, including the reset."""
     asked: float = 0.0
     """Monotonic time of the last request to the environment, or of the last answer to an agent."""
     is_asked: bool = False
-    """Whether the policy must give the next turn or its rest; otherwise the environment must answer."""
+    """Whether the policy must give the next turn, or the rest of a turn. If false, the environment must
+    answer."""
     running: str = ""
     """Name of the session's request in the engine."""
     reply: Reply | None = None
@@ -51,19 +56,20 @@ class Session:
     values: dict[str, float] = field(default_factory=dict)
     """Numbers that an agent returned."""
     answered: dict[str, float] = field(default_factory=dict)
-    """Numbers of the worker's last answer with numbers."""
+    """Numbers of the last answer of the worker that had numbers."""
     is_driving: bool = False
     """Whether the environment is an agent that runs by itself and has not returned."""
     is_spent: bool = False
     """Whether an agent was refused a turn because the trajectory's limits are used up."""
     is_repeated: bool = False
-    """Whether the session repeats a trajectory that lost its environment with the process."""
+    """Whether the session repeats a trajectory whose environment was lost because its process ended."""
 
     def continuation(self, asked: "EndpointRequest", chat: Chat) -> tuple[np.ndarray | None, str]:
         """Take the tools and the conversation of an agent's request.
 
-        Returns the token ids that the request adds after the last turn, int32 [n], and their source; None if
-        the request does not continue the tokens so far.
+        Returns (given, source). given: the token ids that the request adds after the last turn, int32 [n];
+        None if the request does not continue the tokens so far. source: the role of the added tokens ("tool",
+        "user" or "environment").
         """
         from rl.features.agents.endpoint import new_messages
 
@@ -97,8 +103,8 @@ class Session:
     def check_outcome(self, values: dict[str, float]) -> None:
         """Raise WrongAnswer unless a trajectory ends with the numbers of its environment.
 
-        The environment's numbers are in its last answer with numbers. Without such an answer, the score is
-        the sum of the rewards of the turns: for example, rewards 0.5 and 1 give {"score": 1.5}.
+        The numbers come from the environment's last answer that had numbers. If there was no such answer, the
+        score is the sum of the rewards of the turns. For example, rewards 0.5 and 1 give {"score": 1.5}.
         """
         rewards = sum(s.reward for row in self.trajectory.rows for s in row.segments)
         expected = self.answered or ({"score": rewards} if self.trajectory.rewards else {})
@@ -128,7 +134,7 @@ class Session:
 
     @property
     def name(self) -> str:
-        """Name for people: the prompt in the call and the trajectory, for example 3.1."""
+        """Name for logs: number of the prompt in this call and number of the trajectory, for example 3.1."""
         return f"{self.start.group}.{self.start.number}"
 
     @property
@@ -152,7 +158,11 @@ def refuse_unoffered(prompt: Prompt, session: Session) -> None:
 
 
 def address_of(start: StartedSample) -> str:
-    """Return the name of a sample's session in the pool and at the endpoint, unique among the open sessions.
-    For example, "draw 17.2" is sample 2 of draw 17."""
+    """Return the name of a sample's session in the pool and at the endpoint. It is unique among the open
+    sessions.
+
+    For example, "draw 17.2" is sample 2 of draw 17. A prompt without a draw uses its number in the call:
+    "3.2".
+    """
     draw = start.prompt.draw
     return f"{start.group}.{start.number}" if draw < 0 else f"draw {draw}.{start.number}"

@@ -1,4 +1,5 @@
-"""Images of a trajectory: `Sight` for models that read only text, else `SeenImages`."""
+"""Defines what a trajectory sees of images: `Sight` for models that read only text, `SeenImages` for
+others."""
 
 from collections.abc import Sequence
 
@@ -10,7 +11,8 @@ from rl.rollout.samples import Segment
 
 
 class Sight:
-    """No images. A ValueError of a method fails the trajectory."""
+    """The images of a trajectory; this class has none. If a method raises ValueError, the trajectory
+    fails."""
 
     suits_agents = True
     """Whether agents that call the engine themselves may be trained."""
@@ -20,11 +22,11 @@ class Sight:
 
     @property
     def placed(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """`Request.images` of the next turn."""
+        """The value of `Request.images` for the next turn."""
         return None
 
     def take(self, messages: Messages) -> Messages:
-        """Return an environment's messages without the content of images."""
+        """Return an environment's messages without the content of their images."""
         for message in messages:
             parts = message.get("content")
             if isinstance(parts, list) and any(part.get("type") == "image" for part in parts):
@@ -39,14 +41,15 @@ class Sight:
         return token_ids
 
     def expand(self, token_ids: np.ndarray, first: int) -> np.ndarray:
-        """Return tokens between turns, int32 [S], with the tokens of the images that were taken last.
+        """Return tokens between turns, int32 [S], to which the tokens of the images that were taken last are
+        added.
 
-        first: number of tokens before them.
+        first: number of tokens of the trajectory before `token_ids`.
         """
         return token_ids
 
     def rendered(self, token_ids: np.ndarray, first: int) -> np.ndarray:
-        """Return the tokens that `expand` was given."""
+        """Return the tokens as the template rendered them, that is, undo `expand`."""
         return token_ids
 
     def agrees(self, segments: Sequence[Segment]) -> bool:

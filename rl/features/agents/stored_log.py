@@ -1,12 +1,13 @@
-"""A stored event log: the leader's events of one run of a replica's engine, and the tokens it sampled.
+"""Stores and reads event logs. A log holds the leader's events of one run of a replica's engine, and the
+tokens that the engine sampled.
 
     <run.dir>/events/step_12/train.12_replica_0.events
 
-`tools/replay.py` repeats the generation from it and compares. A file is compressed plain data
-(`rl.runtime.plain_data`): sampling, events and completions. A context that continues an earlier request of
-its trajectory is stored without the tokens of the earlier request. For example, the request of turn 2 has
-only the tokens after turn 1. With roles one run of the engine may last as long as the job, so each version of
-the weights has logs of its own (`VersionRecorder`).
+`tools/replay.py` repeats the generation from a log and compares the tokens. A file is compressed plain data
+(`rl.runtime.plain_data`): sampling parameters, events and completions. A context that continues an earlier
+request of its trajectory is stored without the tokens of the earlier request. For example, the request of
+turn 2 has only the tokens after turn 1. With roles, one run of the engine may last as long as the job. So
+each version of the weights has logs of its own (`VersionRecorder`).
 """
 
 import gzip
@@ -26,7 +27,8 @@ log = logging.getLogger(__name__)
 
 
 class CompletionRecorder:
-    """Keeps the completions that a source receives (a `Source`)."""
+    """A `Source` that passes everything on to another source and keeps the completions that this source
+    receives."""
 
     def __init__(self, source: Source):
         self._source = source
@@ -48,14 +50,14 @@ class _VersionPart:
     first_step: int
     path: Path
     begun: dict[str, Request]
-    """Requests that began under older weights and continue, by name. A request that has ended has the tokens
-    of the older weights in its context."""
+    """Name -> request, for requests that began under older weights and continue. Once such a request has
+    ended, the tokens that the older weights sampled are in its context."""
     records: list[tuple[int, list[Event]]] = field(default_factory=list)
     completions: dict[str, Completion] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.open = set(self.begun)
-        """Names of its requests that have not ended."""
+        """Names of the requests of this part that have not ended."""
 
     def note(self, step: int, events: list[Event]) -> None:
         self.open |= {event.request.name for event in events if isinstance(event, Add)}
@@ -68,7 +70,7 @@ class _VersionPart:
         if name in self.begun:
             before = int((versions < self.version).sum())
             if before == len(versions) and completion.end != "abort":
-                del self.begun[name]  # the step that was in flight before these weights finished it
+                del self.begun[name]  # an engine step that began before these weights ended the request
                 return
             ids = np.concatenate([request.token_ids, completion.token_ids[:before]])
             left, num_begun = request.max_tokens - before, request.num_begun + before
@@ -86,7 +88,8 @@ class _VersionPart:
 
 
 class VersionRecorder:
-    """Stores what a source receives under each version of the weights as a log of its own (a `Source`).
+    """A `Source` that passes everything on to another source and writes one log for each version of the
+    weights.
 
     A request that continues under newer weights is aborted in the log of the older weights, and begins in the
     log of the newer weights with its tokens so far. A log is written when all its requests have ended.
@@ -105,7 +108,7 @@ class VersionRecorder:
         self._is_async = is_async
         self._live: dict[str, Request] = {}
         self._parts = [_VersionPart(version, 0, path_of(version), {})]
-        """The logs that are not written; the last log belongs to the present weights."""
+        """The logs that are not written yet. The last one belongs to the present weights."""
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
         events = self._source.next_events(num_live, step)
@@ -133,7 +136,8 @@ class VersionRecorder:
         self._source.receive(name, completion)
 
     def finish(self) -> None:
-        """Write the remaining logs, after a run of the engine has ended all requests."""
+        """Write the remaining logs. Call it when a run of the engine is over and all its requests have
+        ended."""
         self._write(len(self._parts))
 
     def _write(self, number: int) -> None:
@@ -151,7 +155,7 @@ class StoredLog:
     """Engine step and events of every record that is not empty."""
     completions: dict[str, Completion]
     is_async: bool
-    """`rollout.async_scheduling` of the engine: with it, the end of a request is seen one step later."""
+    """Value of `rollout.async_scheduling`. If true, the end of a request is seen one engine step later."""
 
 
 def store(
@@ -161,7 +165,10 @@ def store(
     completions: dict[str, Completion],
     is_async: bool,
 ) -> None:
-    """Write a log. A killed process leaves no file of that name. logged: as `StoredLog.records`."""
+    """Write a log. If the process is killed meanwhile, no file with this name exists.
+
+    logged: records in the form of `StoredLog.records`.
+    """
     last: dict[str, Request] = {}
     bases: dict[str, str] = {}
     records = []
@@ -188,13 +195,13 @@ def store(
         partial.write_bytes(data)
         partial.replace(path)
     except OSError as error:  # for example, a full disk must not end the run
-        # The log shows errors of all ranks.
+        # Logged as an error, because the log of the run shows only errors from ranks other than 0.
         log.error("warning: %s, %d bytes, is missing: %s", path, len(data), error.strerror)
         partial.unlink(missing_ok=True)
 
 
 def load(path: Path) -> StoredLog:
-    """Return what `store` wrote; the completions have no values of held columns."""
+    """Return the log that `store` wrote. Its completions have no held columns (`Completion.held`)."""
     content = decode(gzip.decompress(path.read_bytes()), Sampling, *EVENT_TYPES)
     sampling, records, bases, names, packed, is_async = content
     samples = zip(names, unpack(packed))
@@ -216,26 +223,27 @@ def load(path: Path) -> StoredLog:
 
 
 class Replay:
-    """Repeats the events of a stored log at their engine steps (a `Source`)."""
+    """A `Source` that repeats the events of a stored log, each at its engine step."""
 
     def __init__(self, log: StoredLog):
         self._records = iter(log.records)
         self._next = next(self._records)
         self._expected, self._live = log.completions, set[str]()
         self.different: list[str] = []
-        """Names of the completions that differ from the stored completions in any bit of ids or log-probs."""
+        """Names of the completions whose token ids or log-probs are not bitwise equal to the stored ones."""
         self.num_tokens = 0
         """Number of tokens that were compared."""
 
     def next_events(self, num_live: int, step: int) -> list[Event]:
         at, events = self._next
         if at != step:
-            # Nothing runs, but the log continues later: requests ended at other steps than before.
+            # If nothing runs but the log continues at a later step, requests ended at other steps than in the
+            # log.
             return [] if num_live else [Done(aborted=True)]
         self._next = next(self._records, (-1, []))
         self._live |= {event.request.name for event in events if isinstance(event, Add)}
         if any(isinstance(event, Abort) and event.name not in self._live for event in events):
-            return [Done(aborted=True)]  # in the log it was aborted, but now it has finished earlier
+            return [Done(aborted=True)]  # aborted in the log, but finished before that now
         return events
 
     def receive(self, name: str, completion: Completion) -> None:
