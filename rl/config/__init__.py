@@ -1,2 +1,4 @@
-"""The configuration tree, where it comes from, and what it must satisfy. Needs neither torch nor Megatron nor
-vLLM."""
+"""The configuration tree: its keys, how it is read, and how it is checked.
+
+This package needs neither torch nor Megatron nor vLLM.
+"""

@@ -20,18 +20,19 @@ class Adapter:
     """Numerator of the scale."""
     targets: list[str] = field(default_factory=list)
     """Linear layers that get an adapter, by the last part or parts of their names in the checkpoint, such as
-    q_proj or mlp.down_proj. Empty: every linear layer but routers and the head."""
+    q_proj or mlp.down_proj. Empty: every linear layer except routers and the head."""
     dropout: Annotated[float, ZERO] = 0.0
     """Must be 0. With dropout the trainer's probabilities would differ from the engine's."""
     init: Literal["zero", "pissa"] = "zero"
-    """zero: A is random (Kaiming) and B is 0. pissa (arXiv:2404.02948): B A is the principal part of W, which
-    is taken out of W."""
+    """zero: A is random (Kaiming) and B is 0. pissa (arXiv:2404.02948): B A starts as the principal part of
+    W, and this part is subtracted from W."""
     path: str = ""
     """Directory of an adapter in the format of peft from which A and B start. Empty: `init`."""
     base: Literal["model", "fp8"] = "model"
-    """Type of the frozen weights in the trainer. model: model.dtype. fp8: linear layers in FP8 with a factor
-    per block of 128 x 128, about half of the memory of bfloat16, dequantised layer by layer in each pass. The
-    engine gets the dequantised values. training.tp and training.etp must not cut blocks."""
+    """Type of the frozen weights in the trainer. model: model.dtype. fp8: linear layers are in FP8 with a
+    factor per block of 128 x 128. They need about half of the memory of bfloat16, and each pass dequantises
+    them layer by layer. The engine gets the dequantised values. training.tp and training.etp must not cut
+    blocks."""
     in_engine: Literal["merged", "adapter"] = "merged"
     """How the engine holds the policy. merged: W + scale * B A. adapter: W, and A and B beside it; a refit
     then moves only A and B, unless the engine lost W in its sleep on a GPU."""

@@ -39,7 +39,8 @@ class EnvironmentSpec:
     """The class of an environment with its arguments, and functions that are offered as further tools."""
 
     environment: str = ""
-    """`package.module:Class` or `path/to/file.py:Class`; empty: the data set's prompts, with `tools`."""
+    """`package.module:Class` or `path/to/file.py:Class`. Empty: prompts come from the data set, with
+    `tools`."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[ToolSpec, ...] = ()
     container: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +58,7 @@ class AgentPlan:
     """Name -> the environment that replaces `default`."""
 
     def name_for(self, row: Mapping[str, Any]) -> str:
-        """Return the entry of `sources` for a row; "" stands for `default`.
+        """Return the name of the entry of `sources` for a row; "" stands for `default`.
 
         The first of these columns that names an entry decides: `data_source`, verl's `agent_name`, and `name`
         in verl's `interaction_kwargs`.

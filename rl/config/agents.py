@@ -33,7 +33,8 @@ class Agents:
     `rollout.max_response_tokens`, which limits all turns together, including the tokens of tools and
     environments."""
     max_output_chars: Annotated[int, AT_LEAST_ONE] = 8192
-    """Maximum characters of an output of a tool or step. The rest is replaced by a note."""
+    """Maximum number of characters of the output of a tool or of a step of the environment. A note replaces
+    the rest."""
     timeout_s: Annotated[float, POSITIVE] = 30.0
     """Time limit of one call of an environment or tool, in seconds. A trajectory that exceeds it has failed
     (`on_failure`)."""
@@ -48,9 +49,9 @@ class Agents:
     """Names of environment variables that these processes inherit, for example an API key's. Paths, locale
     and the like (`rl.workers.process.VARIABLES`) need no name; keys of trackers are not inherited."""
     order: Literal["arrival", "waves"] = "arrival"
-    """Order of using the environments' results. arrival: as they come; a log stores the order. waves: after
-    all live trajectories have ended their turn; this is repeatable without a log, but the engine is idle
-    meanwhile."""
+    """Order in which the results of environments are used. arrival: as they come; a log stores the order.
+    waves: when all live trajectories have ended their turn. This is repeatable without a log, but the engine
+    is idle until then."""
     structured_tool_calls: bool = False
     """Whether the engine samples only tool calls with a name and arguments that fit a schema. It then reports
     log-probs over the allowed tokens, which differ from the trainer's."""
@@ -62,8 +63,9 @@ class Agents:
     on_failure: Literal["zero", "refill", "shrink"] = "zero"
     """Treatment of a failed trajectory in training. refill: sample another one. shrink: leave it out of its
     group. zero: if an action of the policy exceeded `timeout_s` or `memory_mib`, learn from the trajectory
-    with the score `reward.failure_score`; refill otherwise. It is the default, because a policy does not
-    learn to avoid actions that are left out. In validation failed trajectories count as wrong."""
+    with the score `reward.failure_score`; refill otherwise. zero is the default, because from
+    trajectories that are left out a policy does not learn to avoid their actions. In validation failed
+    trajectories count as wrong."""
 
     @property
     def plan(self) -> AgentPlan:

@@ -35,14 +35,16 @@ class RolloutCorrection:
     """Correction for the difference between the probabilities of engine and trainer at the same weights."""
 
     truncate_tokens: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Multiply a token's loss by min(p_trainer / p_engine, this). 2.0 is usual; 0: off."""
+    """Upper bound of token weights: the loss of a token is multiplied by min(p_trainer / p_engine, bound).
+    2.0 is usual. 0: off."""
     truncate_samples: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Multiply a sample's loss by min(product of its tokens' ratios, this). 0: off."""
+    """Upper bound of sample weights: the loss of a sample is multiplied by min(product of the ratios of its
+    tokens, bound). 0: off."""
     icepop_low: Annotated[float, NOT_NEGATIVE] = 0.0
     """IcePop: a token's loss is multiplied by its ratio, and dropped if the ratio is below this (its authors:
     0.5)."""
     icepop_high: Annotated[float, NOT_NEGATIVE] = 0.0
-    """IcePop: a token's loss is dropped where the ratio is above this (its authors: 5). 0: off."""
+    """IcePop: the loss of a token is dropped if the ratio is above this (its authors: 5). 0: off."""
     icepop_level: Literal["token", "prefix", "sample"] = "token"
     """Ratio that the icepop bounds apply to: of the token; the geometric mean of the ratios up to the token
     (OpenRLHF's reinforce_pro, 0.5 and 5); or the product over the sample, which is then the weight of the
@@ -57,8 +59,8 @@ class RolloutCorrection:
     reject_high: Annotated[Any, FINITE_OR_LIST] = 0.0
     """Upper bound in nats, as reject_low."""
     bypass: bool = False
-    """Use the engine's log-probs as the old policy's. This saves a forward pass, and ratios are then against
-    the distribution sampled from. The other keys must be off."""
+    """Use the engine's log-probs as the log-probs of the old policy. This saves a forward pass. Ratios are
+    then taken against the distribution that was sampled from. The other keys must be off."""
 
     @property
     def corrects(self) -> bool:

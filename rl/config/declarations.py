@@ -1,7 +1,7 @@
 """Declarations of algorithms, advantage estimators and losses, at the top of their files.
 
-A configuration is checked before torch is imported, and also where torch is not installed. So literals are
-read without running the files, and of a formula's file only the dataclass with its options is run.
+A configuration is checked before torch is imported, and also where torch is not installed. Therefore literals
+are read without running the files. From the file of a formula, only the dataclass with its options is run.
 """
 
 import ast

@@ -17,9 +17,9 @@ class Draft:
     tokens: Annotated[int, AT_LEAST_ONE] = 3
     """Number of tokens that are proposed per engine step and sample."""
     min_tokens_per_step: Annotated[float, NOT_NEGATIVE] = 0.0
-    """A generation goes on without drafts if its first 512 verifications yielded fewer tokens on average. 0:
-    1 + tokens * (parameters of the draft model or head / parameters of the policy), the point of equal time
-    if reading weights takes the time. 1: never."""
+    """A generation goes on without drafts if its first 512 verifications yielded fewer tokens on average. 1:
+    never stop the drafts. 0: use 1 + tokens * (parameters of the draft model or head / parameters of the
+    policy). If reading weights takes most of the time, this is the point at which drafts save nothing."""
 
     @property
     def is_on(self) -> bool:

@@ -1,4 +1,4 @@
-"""Durations as sbatch's --time takes them."""
+"""Durations in the forms of sbatch's --time."""
 
 import re
 

@@ -1,9 +1,9 @@
 """The table of features that exclude each other, each pair with its reason and its remedy.
 
-Refusals, the table on the page of keys and tests/unit/config/test_exclusions.py follow from EXCLUSIONS, which
-is written in the names of `rl.config.features`. A pair that is not in it is accepted,
-unless the values themselves are at fault (`rl.config.checks`) or do not fit the model and the layout
-(`layout_checks` and `adapter_checks` beside it).
+EXCLUSIONS is written in the names of `rl.config.features`. Refusals, the table on the page of keys, and
+tests/unit/config/test_exclusions.py follow from it. A pair that is not in the table is accepted, unless the
+values themselves are wrong (`rl.config.checks`) or do not fit the model and the layout
+(`rl.config.layout_checks`, `rl.config.adapter_checks`).
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Features of a run, by name, over which the tables of `exclusions` and `effects` are written.
+"""Features of a run, by name. The tables of `exclusions` and `effects` are written in these names.
 
 A feature is a key that is not at its default (`rollout.carry_over`), a key with one or more values
 (`run.mode=train|check`), a name of NAMED, or "not " and one of these.

@@ -33,8 +33,8 @@ class PhaseLimits:
     """Trainers with roles: waiting until the generators have sent the samples of a batch. It must exceed the
     time that the other role may take, for example `generate`."""
     wait_weights: Annotated[float, POSITIVE] = 14400.0
-    """Roles: generators that wait for weights or prompts, so through all phases of the trainers' step;
-    trainers that wait until the weights are taken."""
+    """Roles: the wait of generators for weights or prompts, which may last for all phases of a step of the
+    trainers; and the wait of trainers until the generators have taken the weights."""
     other: Annotated[float, POSITIVE] = 3600.0
     """Everything between phases: advantages, metrics, the algorithm's own lines."""
 
@@ -60,12 +60,13 @@ class AgreementConfig:
     """Steps between comparisons of the weights' checksums across data parallel replicas, before the first
     update of a step. The first step of every start is compared too. 0: never."""
     logprob_slack: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Factor on the largest mean difference between the log-probs of engine and trainer, which follows from
-    dtypes and depth (docs/checks.md). A larger difference ends the run. 0: they are not compared."""
+    """Factor by which the largest allowed mean difference between the log-probs of engine and trainer is
+    multiplied. The allowed difference follows from dtypes and depth (docs/checks.md). A larger difference
+    ends the run. 0: the log-probs are not compared."""
 
 
 @dataclass
 class Memory:
     host_limit_gib: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Resident memory of one rank's process, without its scoring processes, in GiB, above which the run ends
-    with an error. The kernel's out-of-memory killer would give none. 0: no limit."""
+    """Maximum resident memory of the process of one rank, without its scoring processes, in GiB. Above it the
+    run ends with an error. The kernel's out-of-memory killer would end it without an error. 0: no limit."""

@@ -1,8 +1,8 @@
 """Checks of algorithm, advantage, loss and aggregation: do they fit together? Every error gives the reason
 and the remedy.
 
-The declarations of the chosen estimator and loss (`rl.config.declarations.Formula`) decide; no name of one
-stands here.
+The checks read the declarations of the chosen estimator and loss (`rl.config.declarations.Formula`). They
+name no estimator and no loss.
 """
 
 import math

@@ -373,8 +373,8 @@ def listed(words: Iterable[Any], conjunction: str) -> str:
 
 # YAML -------------------------------------------------------------------------------------------------------
 
-# YAML 1.2's notion of a bool, an int and a float. PyYAML's is YAML 1.1: 1e-6 a string, `off` a bool, 010
-# eight.
+# Bools, ints and floats as in YAML 1.2. PyYAML follows YAML 1.1, in which 1e-6 is a string, `off` is a bool,
+# and 010 is eight.
 SCALARS = (
     ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
     ("int", "-+0123456789", r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)"),
@@ -390,7 +390,8 @@ NULLS = ("~", "null", "Null", "NULL")
 
 
 class Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2 scalars; a duplicate key and an anchor within itself are errors."""
+    """PyYAML's safe loader with YAML 1.2 scalars. A duplicate key, and an anchor that contains itself, are
+    errors."""
 
     yaml_implicit_resolvers = {
         first: [(tag, regexp) for tag, regexp in resolvers if tag in (TAG + "null", TAG + "merge")]
@@ -419,8 +420,8 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper; it quotes what either version of YAML would not read as a string, and writes no
-    anchors."""
+    """PyYAML's safe dumper without anchors. It quotes a string if YAML 1.1 or YAML 1.2 would not read it as a
+    string."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -61,8 +61,8 @@ class Reward:
     """Maximum time to score one sample, in seconds; then the process is killed and the sample counts as
     failed."""
     memory_mib: Annotated[int, NOT_NEGATIVE] = 4096
-    """Address space of a scoring process, in MiB; a reward function that imports torch needs more. 0: no
-    limit."""
+    """Address space of a scoring process, in MiB. A reward function that imports torch needs more than the
+    default. 0: no limit."""
     variables: list[str] = field(default_factory=list)
     """Names of environment variables that the scoring processes inherit, as `agents.variables`."""
     keep_special_tokens: list[str] = field(default_factory=lambda: ["auto"])

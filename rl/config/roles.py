@@ -35,7 +35,7 @@ class Roles:
     sample of a batch until it takes the weights that learned from this batch. Best is about the number of
     engine steps during one update of the trainers."""
     min_replicas: Annotated[int, NOT_NEGATIVE] = 0
-    """Number of replicas that must live. If one dies, the others generate its groups, and the run goes on
+    """Minimum number of live replicas. If a replica dies, the others generate its groups, and the run goes on
     without it until its next start. 0: all must live."""
 
     @property

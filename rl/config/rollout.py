@@ -60,10 +60,10 @@ class Rollout:
     enforce_eager: bool = False
     """Disable CUDA graphs and torch.compile in the engine. Always true on CPU."""
     async_scheduling: bool = True
-    """Schedule each engine step before the tokens of the one before it are processed (vLLM's option of this
-    name), so that the GPU does not wait for Python. A sample has the same tokens, up to rounding, but is seen
-    to end one step later: with carry_over and roles another step may cut it or change its weights. On CPU it
-    saves nothing; with dp_attention or a draft it is off."""
+    """Schedule each engine step before the tokens of the previous step are processed, so that the GPU does
+    not wait for Python (vLLM's option of this name). A sample has the same tokens, up to rounding, but is
+    seen to end one step later: with carry_over and roles another step may cut it or change its weights. On
+    CPU it saves nothing; with dp_attention or a draft it is off."""
     draft: Draft = field(default_factory=Draft)
     """A small model that proposes tokens, which the engine verifies several at a time."""
     longest_first: bool = False
@@ -74,11 +74,11 @@ class Rollout:
     weights (docs/asynchrony.md). It sets rollout_correction.truncate_tokens to 2 if the section has no other
     key, for their older tokens."""
     oversample: Annotated[float, ONE_TO_TWO] = 1.25
-    """carry_over: number of groups with which a step starts, carried ones included, per group on which it
-    trains."""
+    """carry_over: number of groups with which a step starts, including carried groups, divided by the number
+    of groups on which it trains."""
     max_staleness: Annotated[int, AT_LEAST_ONE] = 1
-    """carry_over: largest number of policy versions between the one that sampled a token and the one that
-    learns from it."""
+    """carry_over: maximum number of policy versions between the version that sampled a token and the version
+    that learns from it."""
     on_stale: Literal["finish", "drop"] = "finish"
     """carry_over: treatment of groups with tokens that would exceed max_staleness in the next step. finish:
     the step does not end before they are complete. drop: they are dropped and counted."""

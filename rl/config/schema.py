@@ -1,4 +1,5 @@
-"""The configuration tree: every key of a run, with its unit, default, range and the default's reason.
+"""The configuration tree: every key of a run, with its unit, its default and the reason for it, and its
+range.
 
 A configuration is built by `rl.config.options` from dataclass defaults <- the algorithm's own <- the YAML
 file <- dotted overrides; `rl.config.checks` rejects what does not fit together. Keys of single advantage
@@ -174,13 +175,13 @@ class ImplicitReward:
     beta: Annotated[float, POSITIVE] = 0.05
     """Scale of the implicit reward beta * log(pi / pi_ref)."""
     process_coef: Annotated[float, NOT_NEGATIVE] = 5.0
-    """Weight of the advantage from process rewards; both weights are the authors' code's."""
+    """Weight of the advantage from process rewards. Both weights have the values of the authors' code."""
     outcome_coef: Annotated[float, NOT_NEGATIVE] = 5.0
     """Weight of the advantage from outcome rewards."""
     min_accuracy: Annotated[float, FRACTION] = 0.2
-    """Minimum share of correct samples of a prompt; other prompts are left out of the step."""
+    """Minimum share of correct samples of a prompt. A prompt with a lower share is left out of the step."""
     max_accuracy: Annotated[float, FRACTION] = 0.8
-    """Maximum share of correct samples of a prompt; other prompts are left out of the step."""
+    """Maximum share of correct samples of a prompt. A prompt with a higher share is left out of the step."""
 
 
 @dataclass
@@ -254,8 +255,8 @@ class Objective:
     above this, in nats. The mean is over a sample's tokens, p is under the current weights (DeepSeek-V3.2).
     0: off."""
     top_entropy: Annotated[float, PROBABILITY] = 1.0
-    """Share of the mini-batch's tokens with a policy loss. Tokens of the highest entropy keep it, for the
-    others it is 0 (80/20 rule: 0.2). Below 1 each update needs another forward pass."""
+    """Share of the mini-batch's tokens that have a policy loss. These are the tokens of the highest entropy.
+    The loss of all other tokens is 0 (80/20 rule: 0.2). Below 1 each update needs another forward pass."""
     reward_kl: RewardKl = field(default_factory=RewardKl)
 
     if TYPE_CHECKING:
@@ -295,8 +296,9 @@ class Validation:
 @dataclass
 class Refit:
     check_every: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps between comparisons of every element in the engine with the trainer's. 0: only after the first
-    refit, which is always checked. Checksums of all weights are compared before each step and validation."""
+    """Steps between comparisons of every element of the weights in engine and trainer. 0: only after the
+    first refit, which is always checked. Checksums of all weights are compared before each step and
+    validation."""
     buffer_mib: Annotated[int, AT_LEAST_ONE] = 512
     """Memory for the messages of a refit, per rank; larger weights are sent in parts. It is released before
     generation."""

@@ -23,9 +23,9 @@ from rl.config.schema import Config
 
 @dataclass(frozen=True)
 class Entry:
-    """One option. A door is a place where the option enters the program. It is written "file:name", relative
-    to the option's folder: "engine:parts" is `parts` of engine.py, "harbor" the whole file harbor.py. "": the
-    option does not enter there."""
+    """One option. A door is a place where the option enters the program. It is written as "file:name",
+    relative to the folder of the option: "engine:parts" is `parts` of engine.py, and "harbor" is the whole
+    file harbor.py. An empty door means that the option does not enter there."""
 
     when: str
     """Features of a config that need the option, separated by commas (`rl.config.features`)."""
@@ -36,7 +36,7 @@ class Entry:
     sampler: str = ""
     """Subclass of `rl.run.samplers.SamplerForm`: the form in which samples are produced."""
     extends: str = ""
-    """The option that this one extends; the code of this one may import the folder of that option."""
+    """Name of the option that this option extends. Its code may import the folder of the extended option."""
     doors: dict[str, str] = field(default_factory=dict)
     """Further doors, by the name under which the trunk asks for them."""
 

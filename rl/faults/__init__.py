@@ -1,1 +1,1 @@
-"""Faults: phase limits, heartbeats, comparisons between ranks, the first fault's report, the lock."""
+"""Finding and reporting faults: phase limits, heartbeats, comparisons between ranks, and the run's lock."""

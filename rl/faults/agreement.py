@@ -28,7 +28,8 @@ from rl.runtime.collectives import gather_objects
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise on every rank after the body if the body raised on any rank. Collective over the world.
+    """Raise on every rank at the end of the `with` block if the block raised on any rank. Collective over the
+    world.
 
     Use it where each rank reads input itself, for example a file that one node may lack. A rank that
     continued alone would hang in the next collective. The body must not call a collective after a point where
@@ -80,7 +81,8 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
 # Before each phase --------------------------------------------------------------------------------------
 
 FIELDS = ("phase", "step", "number of phases so far", "configuration", "code", "batch", "event log")
-"""Fields that must match across ranks, in reporting order; the last one across the ranks of a replica."""
+"""Fields that must match across ranks, in reporting order. The last field must match only within a
+replica."""
 MEASURES = 3
 """Number of values that are sent with the fields and may differ: bytes on the host and on the device."""
 
@@ -107,8 +109,9 @@ class PhaseAgreement:
         self._config_hash = 0
         self._waited_us = 0
         self.late_s = np.zeros(dist.get_world_size())
-        """Seconds by which each rank arrived after the first one, summed over this step's comparisons. A rank
-        sends the wait of a comparison, which needs no common clock, with the next one."""
+        """Seconds by which each rank arrived after the first rank, summed over the comparisons of this step.
+        A rank measures how long it waits in a comparison and sends this with the next comparison. So no
+        common clock is needed."""
         self._own = torch.zeros(len(FIELDS) + MEASURES + 1, dtype=torch.int64)
         self._rows = torch.zeros(dist.get_world_size(), len(self._own), dtype=torch.int64)
         self.begin_step()
@@ -136,7 +139,7 @@ class PhaseAgreement:
         dist.all_gather_into_tensor(self._rows.view(-1), self._own, group=self._group)
         self._waited_us = int(1e6 * (time.perf_counter() - began))
         rows = self._rows.numpy()
-        self.late_s += (rows[:, -1].max() - rows[:, -1]) / 1e6  # the first to arrive waited longest
+        self.late_s += (rows[:, -1].max() - rows[:, -1]) / 1e6  # the rank that arrived first waited longest
         expected = np.repeat(rows[:1, : len(FIELDS)], len(rows), axis=0)
         expected[:, -1] = rows[self._leaders, len(FIELDS) - 1]
         differs = (rows[:, : len(FIELDS)] != expected).any(axis=0)
@@ -171,7 +174,8 @@ def _hash63(text: str) -> int:
 
 
 def _usual(values: Sequence[Hashable]) -> Any:
-    """Return the value that more than half of the ranks hold, else the first rank's."""
+    """Return the value that more than half of the ranks hold; if there is none, the value of the first
+    rank."""
     value, count = Counter(values).most_common(1)[0]
     return value if 2 * count > len(values) else values[0]
 

@@ -26,8 +26,8 @@ def lost_ranks(heartbeats: list[Heartbeat | None], silent_s: float) -> list[int]
 def reports_loss_of_store(rank: int, heartbeats: list[Heartbeat | None]) -> bool:
     """Return whether this rank reports that rank 0's process with the store cannot be reached.
 
-    The first rank that lives does. Another host cannot know whether a rank on rank 0's host lives, so the
-    first rank elsewhere reports, too.
+    The first live rank reports it. From another host it cannot be known whether a rank on the host of rank 0
+    lives. Therefore the first rank on another host reports it, too.
     """
     known = [beat for beat in heartbeats if beat is not None]
     alive = [beat for beat in known if not beat.process.is_gone()]
@@ -38,8 +38,8 @@ def reports_loss_of_store(rank: int, heartbeats: list[Heartbeat | None]) -> bool
 def diagnose(heartbeats: list[Heartbeat | None], silent_s: float) -> Diagnosis:
     """Return the ranks for which the others wait.
 
-    Precedence: lost ranks, ranks that are behind the others of their role in the program, ranks that do not
-    wait while others do.
+    The first of these that exist are at fault: lost ranks; ranks that are behind the other ranks of their
+    role in the program; ranks that do not wait although others do.
     """
     if lost := lost_ranks(heartbeats, silent_s):
         return Diagnosis(tuple(lost), "ended, or held by native code")

@@ -62,7 +62,7 @@ class FaultBoard:
         self._store = store.clone("faults")
 
     def post(self, fault: Fault) -> Fault:
-        """Post a fault; return the run's first fault, which is this one unless another rank was earlier."""
+        """Post a fault. Return the first fault of the run: this fault, unless another rank was earlier."""
         return _fault(self._store.compare_set("first", "", json.dumps(asdict(fault))))
 
     def first(self) -> Fault | None:
@@ -71,7 +71,7 @@ class FaultBoard:
         return None if found is None else _fault(found)
 
     def acknowledge(self) -> None:
-        """Count this rank: it has read the first fault, and written stacks if required."""
+        """Acknowledge the first fault: this rank has read it, and has written its stacks if required."""
         self._store.add("seen", 1)
 
     def num_acknowledged(self) -> int:

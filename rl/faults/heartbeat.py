@@ -49,9 +49,10 @@ class Heartbeat:
     role: str = ""
     """Role and replica of the rank; `number` is comparable among ranks with the same one."""
     silent_s: float = 0.0
-    """Seconds since its reader first found this content; not in the file."""
+    """Seconds since the reader first found this content. Not in the file."""
     age_s: float = 0.0
-    """Seconds since it was written if reader and rank are on one host, else `silent_s`; not in the file."""
+    """Seconds since the heartbeat was written if reader and rank are on one host, otherwise `silent_s`. Not
+    in the file."""
 
     @property
     def label(self) -> str:
@@ -119,7 +120,8 @@ def read_heartbeat(run_dir: str, rank: int) -> Heartbeat | None:
 class HeartbeatReader:
     """Reads the heartbeats of all ranks, and measures by its own clock how long each has not changed.
 
-    Clocks of hosts may differ by minutes, so no time that another host wrote is compared with this one's.
+    The clocks of hosts may differ by minutes. Therefore times written by another host are not compared with
+    the clock of this host.
     """
 
     def __init__(self, run_dir: str, world_size: int):

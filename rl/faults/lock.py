@@ -52,10 +52,11 @@ class RunLock:
     def take(cls, directory: Path, *, silent_s: float, watch_s: float = 0.0) -> "RunLock":
         """Take the directory's lock; replace a stale one.
 
-        silent_s: seconds without a heartbeat after which a run on another host counts as ended, if Slurm has
-        no answer. watch_s: seconds for which its heartbeat must then not change either, because the dates of
-        files may come from a host with a wrong clock.
-        Raises ValueError, which names host, pid and job, if a live run holds the lock.
+        silent_s: seconds without a heartbeat after which a run on another host counts as ended, if Slurm
+            gives
+        no answer. watch_s: seconds for which the heartbeat is then watched and must not change. This is
+        needed because the dates of files may come from a host with a wrong clock. Raises ValueError, which
+        names host, pid and job, if a live run holds the lock.
         """
         path, token = directory / FILE_NAME, uuid.uuid4().hex
         mine = path.with_name(f"{FILE_NAME}.{token}")
@@ -97,8 +98,8 @@ def loss_of(directory: Path) -> str:
 def is_of_another(run_dir: str, token: str, before: str) -> bool:
     """Return whether a start with another token holds the directory, or held it after this one.
 
-    The status names the last start if the lock is released; it still names the start before this one (token
-    `before`) if this one has not yet written it. A file that cannot be read names none.
+    If the lock is released, the status names the last start. If this start has not yet written the status, it
+    still names the start before, with the token `before`. An unreadable file names no start.
     """
     owner = _read(Path(run_dir, FILE_NAME))
     if owner is not None:
@@ -147,7 +148,8 @@ def _replace_stale(mine: Path, path: Path, silent_s: float, watch_s: float) -> N
             f"{path.parent} is in use by a live run, {_name(owner)}; wait for it, end it, or set another "
             f"run.dir. If that run is dead, remove {path}."
         )
-    # If several runs find the same stale lock, one gets this name, and only while that lock still exists.
+    # If several runs find the same stale lock, only one of them gets this name, and only while the lock
+    # exists.
     claim = path.with_name(f"{FILE_NAME}.after-{owner.get('token', 'unreadable')}")
     if 0 < (_read(claim) or {}).get("generation", 0) < generation():
         claim.unlink(missing_ok=True)  # of an earlier generation of this elastic run, which was killed here
@@ -199,7 +201,8 @@ def _job_states(job: str) -> set[str] | None:
 
 
 def _silence(directory: Path) -> float:
-    """Return seconds since the last change of rank 0's heartbeat or the lock, by the file server's clock."""
+    """Return the seconds since rank 0's heartbeat or the lock last changed, by the clock of the file
+    server."""
     probe = directory / f"{FILE_NAME}.{uuid.uuid4().hex}"
     probe.write_text("")
     now = probe.stat().st_mtime

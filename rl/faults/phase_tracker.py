@@ -44,7 +44,7 @@ WAITING = ("/torch/distributed/", "/vllm/distributed/", "/pipeline_parallel/p2p_
 PACKAGE = str(Path(__file__).resolve().parents[1])
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
 STORE = ("/rl/runtime/job_store.py", "/rl/runtime/store_server.py")
-"""Files that wait for a message; the place of the wait is their caller, for example rendezvous.py."""
+"""Files whose functions wait for a message. Reports name their caller instead, for example rendezvous.py."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,14 @@ class PhaseTracker:
         """Make this the current phase."""
         self._number += 1
         limit_s = getattr(self._limits, phase)
-        # Read by this thread: the current GPU belongs to a thread, and while the main thread hangs in the
-        # allocator, a watchdog that asks it would hang, too.
+        # The main thread reads this, not the watchdog. The current GPU is a setting of a thread, and if the
+        # main thread hangs in the allocator, a watchdog that asks the allocator would hang, too.
         device_bytes = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         entry = PhaseEntry(phase, step, self._number, time.monotonic(), limit_s, device_bytes=device_bytes)
         self._set(entry)
 
     def _set(self, entry: PhaseEntry, seconds: float = 0.0) -> None:
-        """Make this the current phase; `seconds` of it have passed."""
+        """Make this the current phase. seconds: time of it that has already passed."""
         # One assignment, so that the watchdog never reads a new phase with an old time.
         self.current = entry
         tracing.mark_phase(entry.phase)
@@ -124,7 +124,8 @@ class PhaseTracker:
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[PhaseEntry]:
-        """Track the body as the phase `name`, which stays current after an exception, for the report."""
+        """Track the `with` block as the phase `name`. After an exception the phase stays current, for the
+        report."""
         outer = self.current
         self.enter(name, step)
         yield self.current

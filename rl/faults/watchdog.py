@@ -51,7 +51,8 @@ CAUSE_S = 4.0
 """Maximum wait of a rank with a closed connection for another rank to report the cause, in seconds."""
 
 LINGER_S = 1.0
-"""Delay of the other ranks' exit, in seconds: launchers report the first to exit, the one at fault."""
+"""Delay of the exit of the other ranks, in seconds. Launchers report the rank that exits first, so the rank
+at fault must be first."""
 
 EXIT_S = 30.0
 """Maximum time for the main thread to exit after an error, in seconds; then the watchdog ends the process."""
@@ -150,7 +151,7 @@ class Watchdog:
         except StoreError as error:
             self._end_without_store(error)
         except Exception as error:
-            # Without this thread the run would have no limits: its first hang would go unnoticed.
+            # The run must end: without this thread it would have no limits, and a hang would go unnoticed.
             message = f"the watchdog of rank {self.rank} ({self._host}) failed: {error!r}"
             print(f"error: {message}", file=sys.stderr, flush=True)
             self.status.fail(message)

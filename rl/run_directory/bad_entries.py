@@ -1,4 +1,4 @@
-"""Entries of a run directory that cannot be read: tools name each in one line, and go on with the others.
+"""Reads entries of a run directory. Tools name each unreadable entry in one line, and go on with the others.
 
 Another user's directory, a file that a crash has cut off, or a stray file must not hide the other entries.
 """
@@ -18,7 +18,7 @@ def read_each(paths: Iterable[Path], read: Callable[[Path], T]) -> dict[Path, T]
     for path in paths:
         try:
             found[path] = read(path)
-        except Exception as error:  # the content decides which
+        except Exception as error:  # the type depends on the content
             skip(path, error)
     return found
 

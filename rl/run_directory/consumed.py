@@ -1,4 +1,5 @@
-"""`<run.dir>/consumed.jsonl`: the prompts that each step consumed, if it drew others.
+"""`<run.dir>/consumed.jsonl`: the prompts that each step consumed, if they differ from the prompts that it
+drew.
 
 A prompt is logged as [draw, index]: the number of prompts that the run had drawn before it, and its row in
 the data. `tools/consumed.py` counts them.
@@ -25,7 +26,8 @@ class ConsumedLog:
         self._writes = DelayedWrites(self._path)
 
     def append(self, step: int, *, num_drawn: int, consumed: Drawn, dropped: Drawn, waiting: Drawn) -> None:
-        """Append the record of a step and wait until it is on the disk; if the disk is full, keep the record.
+        """Append the record of a step and wait until it is on the disk. If the disk is full, keep the record
+        for later.
 
         Call it before the checkpoint of the step is written, so that no checkpoint has a step without a
         record.

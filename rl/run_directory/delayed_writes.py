@@ -1,4 +1,6 @@
-"""Writes beside the checkpoints that a full disk delays: no run ends because a log cannot be written.
+"""Writes that a full disk only delays, so that no run ends because a log cannot be written.
+
+Checkpoints are not written in this way.
 
 A failed write waits, and is tried again before the next write to the same file. At the end the log names the
 missing writes. Nothing here is collective.
@@ -16,7 +18,7 @@ log = logging.getLogger(__name__)
 class DelayedWrites:
     """The writes of one file or directory, in their order.
 
-    limit: maximum number of waiting writes; the oldest is given up first.
+    limit: maximum number of waiting writes. If it is exceeded, the oldest is given up.
     """
 
     def __init__(self, path: Path, *, limit: int = 100_000):
@@ -27,7 +29,7 @@ class DelayedWrites:
         self._fails = False
 
     def add(self, name: str, write: Callable[[], None], num_bytes: int = 0) -> None:
-        """Write the waiting writes and then this one. After an OSError it waits; the first error is logged.
+        """Do the waiting writes and then this one. After an OSError it waits, too; the first error is logged.
 
         name: the content in a message, such as step 3. num_bytes: size in the message; 0 if unknown.
         """
@@ -35,7 +37,7 @@ class DelayedWrites:
         self.retry(num_bytes)
 
     def retry(self, num_bytes: int = 0) -> None:
-        """Write the waiting writes, up to the first OSError."""
+        """Do the waiting writes, up to the first OSError."""
         while self._waiting:
             try:
                 self._waiting[0][1]()
@@ -60,7 +62,7 @@ class DelayedWrites:
             self._fails = False
 
     def close(self) -> None:
-        """Write the waiting writes, and log the missing ones."""
+        """Do the waiting writes, and log the writes that are missing."""
         self.retry()
         self._missing += [name for name, _ in self._waiting]
         if self._missing:
@@ -72,7 +74,7 @@ class DelayedWrites:
 
 
 def append_line(path: Path, line: str, *, sync: bool = False) -> None:
-    """Append a whole line to a file, or nothing, and raise OSError.
+    """Append a whole line to a file. If this fails, append nothing and raise OSError.
 
     sync: wait until the line is on the disk, and the file's name if it is new.
     """

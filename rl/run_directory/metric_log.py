@@ -27,8 +27,8 @@ STEP = "training/global_step"
 FILE_NAME = "metrics.jsonl"
 
 CLOSE_S = 15.0
-"""Maximum wait for the followers at the end of a run, in seconds. Shorter than the wait of the other ranks
-for rank 0 when a stopped run exits (`rl.runtime.session.EXIT_TIMEOUT`)."""
+"""Maximum wait for the followers at the end of a run, in seconds. It is shorter than the time for which the
+other ranks wait for rank 0 when a stopped run exits (`rl.runtime.session.EXIT_TIMEOUT`)."""
 
 MAX_COLUMNS = 165
 """Maximum width of a step's console line, in columns."""
@@ -45,7 +45,8 @@ TIMING_LABELS = {
 """Labels of timing_s/<key> in the console line, the most important first; others keep their names."""
 
 HIDDEN_TIMINGS = {"step", "agreement"}
-"""Timings that the list leaves out: the whole step, which has its own field, and one that is too short."""
+"""Timings that the console line does not list: the whole step, which has its own field, and a very short
+one."""
 
 RARE_TIMINGS = {"save_checkpoint": "save", "testing": "val"}
 """Timings of only some steps; they are at the end of the line."""
@@ -61,7 +62,7 @@ class MetricLog:
         directory: the run directory, created if missing, for `metrics.jsonl`.
         resume_step: the step after which the run continues. Records of later steps are dropped, because these
             steps are repeated. None: a new run with an empty file.
-        followers: what reads the file as it grows.
+        followers: threads that read the file as it grows (`rl.run_directory.trackers`).
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class MetricLog:
             follower.start(path, resume_step)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the record of a step; if the disk is full, keep the record and try again later.
+        """Append the record of a step. If the disk is full, keep the record and try again later.
 
         The record is strict JSON in one line: the step, `time` (Unix time in seconds), then the metrics by
         name. NaN and infinity become null, with one warning per metric.
@@ -182,7 +183,8 @@ def keep_lines_up_to(path: Path, step: int | None) -> None:
             log.warning("%s, line %d is not a record and is dropped: %r", path, number, line[:80])
         elif record[STEP] <= step:
             kept.append(line + "\n")
-    # In one rename, so that a job killed here leaves either the old file or the new one.
+    # The file is replaced in one rename, so that a job killed here leaves either the old file or the new
+    # file.
     new = path.with_name(path.name + ".partial")
     with open(new, "w", encoding="utf-8") as file:
         file.writelines(kept)

@@ -40,8 +40,8 @@ class Status:
     Args:
         leads: whether this is rank 0. Only rank 0 writes progress; every rank may write the end.
         start: token of the run directory's lock, identical on all ranks.
-        is_taken_over: returns whether another start holds the directory, or held it last; then this one
-            writes nothing.
+        is_taken_over: returns whether another start holds the directory, or held it after this start. If so,
+            this start writes nothing.
         is_copied: whether to write the file that LOCKSTEP_STATUS names, too.
     """
 

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 DIRECTORY = "trackers"
 BEHIND = 8
-"""Number of steps by which a tracker may be behind before that is logged; again after each doubling."""
+"""Number of steps by which a tracker is behind when this is logged first. It is logged again at each
+doubling."""
 MAX_PARAMS = 100
 """Maximum number of parameters in one call of MLflow."""
 
@@ -65,7 +66,7 @@ class TrackerThread:
         self._noted, self._limit = -1, BEHIND
 
     def start(self, path: Path, resume_step: int | None) -> None:
-        """Begin with a file without the records after `resume_step`."""
+        """Begin to send the file, from which the records after `resume_step` were removed."""
         self._path, tracker = path, self._tracker
         self._state_path = path.parent / DIRECTORY / f"{tracker.name}.json"
         self._state: dict[str, Any] = {"step": -1}
@@ -74,7 +75,7 @@ class TrackerThread:
                 self._state |= json.loads(self._state_path.read_text())
                 if tracker.cuts:
                     self._state["step"] = min(self._state["step"], resume_step)
-            # Here, because imports in two threads can wait for each other.
+            # The package is imported here, because imports in two threads can wait for each other.
             importlib.import_module(tracker.package)
         except Exception as error:
             self._warn(error)

@@ -233,7 +233,7 @@ def apply_namespaces(
 ) -> None:
     """Remove the network, and build a new root directory.
 
-    It has read-only binds of `readable`, binds of `devices`, and `writable` as an empty directory.
+    It has read-only binds of `readable` and `devices`, and `writable` as an empty directory.
     """
     check(LIBC.unshare(_CLONE_NEWNS | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS), "namespaces")
     private, recursive, bind, nosuid, nodev = 1 << 18, 1 << 14, 1 << 12, 2, 4
