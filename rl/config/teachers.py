@@ -23,7 +23,8 @@ class Teacher:
     """self_taught: prompt of the teacher, or its last user message if the prompt is a chat. {prompt},
     {ground_truth} and {feedback}, the text that the reward function returns as `feedback`, are filled in."""
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 4096
-    """self_taught: longest prompt of the teacher in tokens; of a longer one the last tokens are kept."""
+    """self_taught: maximum number of tokens of the teacher's prompt. Of a longer prompt, the last tokens are
+    kept."""
     divergence: Literal["reverse_kl", "forward_kl", "jensen_shannon"] = "reverse_kl"
     """distill: divergence of the policy p and the teacher q at each token. reverse_kl: KL(p || q).
     forward_kl: KL(q || p)."""

@@ -29,8 +29,8 @@ class AdaptiveEntropy:
     """Adaptive weight of the entropy bonus (Skywork-OR1), which keeps the entropy above a target."""
 
     target: Annotated[float, NOT_NEGATIVE] = 0.0
-    """The bonus acts in a step if its mean entropy per token (`actor/entropy`) is not above this, in nats.
-    The paper: 0.2. 0: fixed `entropy_coef`."""
+    """The bonus acts in a step if the step's mean entropy per token (`actor/entropy`) is not above this, in
+    nats. The paper: 0.2. 0: fixed `entropy_coef`."""
     delta: Annotated[float, POSITIVE] = 0.005
     """Increase of the weight in such a step, and decrease in any other step."""
     low: Annotated[float, NOT_NEGATIVE] = 0.0

@@ -32,7 +32,7 @@ class Optimizer:
     """dtype of Adam's two moments. bfloat16 saves 4 of 12 bytes per parameter; they are rounded
     stochastically, because with beta2=0.999 rounding to nearest would keep the second from decreasing."""
     host_share: Annotated[float, FRACTION] = 0.0
-    """Share of the parameters with master weights and moments in host memory all the time. The CPU updates
+    """Share of the parameters whose master weights and moments always stay in host memory. The CPU updates
     them there while the GPU updates the others."""
 
 

@@ -41,21 +41,23 @@ POLL_S = 0.5
 ACK_S = 7.5
 """Maximum wait for the other ranks' stacks after an overrun, in seconds.
 
-It exceeds `phase_tracker.BACKSTOP_S`, and so includes the stacks of a rank with a held interpreter lock.
+It exceeds `phase_tracker.BACKSTOP_S`. So it includes the time that the backstop needs to write the stacks of
+a rank whose interpreter lock is held.
 """
 
 DIAGNOSIS_S = 2.0
 """Seconds for the rank that found an overrun to read heartbeats and report the rank at fault."""
 
 CAUSE_S = 4.0
-"""Maximum wait of a rank with a closed connection for another rank to report the cause, in seconds."""
+"""Maximum time in seconds that a rank with a closed connection waits for another rank to report the cause."""
 
 LINGER_S = 1.0
 """Delay of the exit of the other ranks, in seconds. Launchers report the rank that exits first, so the rank
 at fault must be first."""
 
 EXIT_S = 30.0
-"""Maximum time for the main thread to exit after an error, in seconds; then the watchdog ends the process."""
+"""Maximum time for the main thread to exit after an error, in seconds. After it the watchdog ends the
+process."""
 
 REFUSED_EXIT = 2
 """Exit code of a run with invalid input, for example an unknown key."""
@@ -112,7 +114,7 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread and unlock the run directory. For the end of the run on every rank."""
+        """End the thread and unlock the run directory. Every rank calls it at the end of the run."""
         self._stop.set()
         self._thread.join()
         self.tracker.close()
@@ -303,7 +305,7 @@ class Watchdog:
     def refuse(self, message: str) -> int:
         """Report invalid input to both roles and return the exit code, with which the caller then exits.
 
-        The other role may be anywhere, so its watchdogs end it.
+        The other role may be in any phase, so it is ended by its watchdogs.
         """
         self._failing.set()
         self.tracker.close()
@@ -323,7 +325,7 @@ class Watchdog:
         """Report an error of the main thread and wait until all ranks know it; return the exit code, with
         which the caller then exits.
 
-        If another rank's fault was first, the error is only written to this rank's file.
+        If the fault of another rank was first, the error is only written to the file of this rank.
         """
         self._failing.set()
         self.tracker.close()  # the main thread is running, and exits by itself

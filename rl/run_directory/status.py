@@ -22,7 +22,8 @@ from pathlib import Path
 FILE_NAME = "status.json"
 
 PATIENCE_S = 5.0
-"""Maximum wait for a write of another thread when a run ends, in seconds: a file system may hang."""
+"""Maximum wait for a write of another thread when a run ends, in seconds. It is limited because a file system
+may hang."""
 
 
 def read_object(path: Path) -> dict:

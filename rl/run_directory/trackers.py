@@ -1,8 +1,9 @@
 """Trackers, which show the metrics of a run: TensorBoard, wandb, MLflow, trackio and Prometheus.
 
-Each reads metrics.jsonl. A thread per tracker reads the file as it grows and sends each record, so that
-writing never blocks a step: a slow tracker falls behind, which is logged, and misses nothing. A tracker that
-raises is logged once and excluded until the next start of the run, which sends what it missed.
+One thread per tracker reads metrics.jsonl as it grows and sends each record, so that no step waits for a
+tracker. A slow tracker falls behind. This is logged, and no record is lost. If a tracker raises an error,
+this is logged once, and the tracker is excluded until the next start of the run. The next start sends the
+records that it missed.
 
 `<run.dir>/trackers/<name>.json` has the tracker's own id of the run and the last step sent. After a resume
 from a checkpoint some steps are repeated. TensorBoard and Prometheus then show the new values. The others

@@ -57,7 +57,7 @@ class RunView:
     """Metrics of the last steps, at most WIDTH, oldest first."""
     phase: Phase | None = None
     note: str = ""
-    """Reason of the end; or the rank for which the others wait, and for how long."""
+    """Reason of the end; or the rank for which the other ranks wait, and the time of this wait."""
     hosts: dict[int, str] = field(default_factory=dict)
     """Host of each rank, as far as known."""
 
@@ -101,7 +101,7 @@ def _slowest_text(view: RunView, last: dict[str, float]) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one character per value; its height shows the place between the minimum and the maximum."""
+    """Return one character per value. Its height shows where the value lies between minimum and maximum."""
     low, high = min(values), max(values)
     scale = (len(LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(LEVELS[round((value - low) * scale)] for value in values)
