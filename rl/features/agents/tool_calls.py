@@ -1,9 +1,9 @@
-"""Tool calls in the text of a sampled turn, in the forms in which families of models write them.
+"""Reads tool calls from the text of a sampled turn. Each family of models writes them in a form of its own.
 
-Parsing never raises. An unreadable call becomes a call with a text as its arguments, and the environment
-answers it with an error message. For example, '{"name": "search", "arguments": {"query' calls search with
-this text as its arguments. vLLM's parsers are not used: some parsers need packages that vLLM does not
-install, and most parsers return an unreadable call as content.
+Parsing never raises an error. An unreadable call becomes a call whose arguments are a text, and the
+environment answers it with an error message. For example, '{"name": "search", "arguments": {"query' becomes a
+call of search with this text as its arguments. vLLM's parsers are not used: some of them need packages that
+vLLM does not install, and most of them return an unreadable call as content.
 """
 
 import ast
@@ -24,16 +24,17 @@ class Family:
 
     name: str
     parse: Callable[[str, Sequence[dict]], tuple[str, list[ToolCall]]]
-    """Splits a turn into its content and its calls, given the tools' schemas. A call without an id has ""."""
+    """Function that splits a turn into its content and its calls, given the tools' schemas. If a call has no
+    id in the text, its `id` is ""."""
     grammar: str = ""
-    """The family's name in xgrammar's structural tags; empty: xgrammar does not know this form."""
+    """Name of the family in xgrammar's structural tags. Empty: xgrammar does not know this form."""
     parallel: bool = True
     """Whether a turn may hold several calls."""
     names_ids: bool = False
-    """Whether the id of a call holds the function's name."""
+    """Whether the id of a call contains the name of the function."""
     split: Callable[[str], tuple[str | None, bool, str]] | None = None
-    """Splits a turn into its thinking, whether the thinking is open, and the rest; None: `Chat` splits by
-    tags."""
+    """Function that splits a turn into (its thinking, whether the thinking is open, the rest). None: `Chat`
+    splits the turn by tags."""
 
 
 def parse_calls(
@@ -56,9 +57,9 @@ def as_message(call: ToolCall) -> dict:
 
 
 def find_family(text: str, tools: Sequence[dict], call: dict) -> Family | None:
-    """Return the family that reads the call in a turn of a chat template; None if no family does.
+    """Return the family that can read the call in a turn which a chat template wrote; None if no family can.
 
-    call: the entry of `tool_calls` that was rendered.
+    text: the turn. call: the entry of `tool_calls` that the template rendered.
     """
     return next((f for f in FAMILIES if is_call(parse_calls(f, text, tools, 0)[1], call)), None)
 
@@ -125,7 +126,7 @@ def _parse_glm(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
 
 
 def _from_glm(block: str, tools: Sequence[dict]) -> ToolCall:
-    """Read NAME and pairs of key and value, with values in JSON except strings."""
+    """Read a call of GLM: NAME, then pairs of key and value. Values are JSON, except strings."""
     pair = r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*"
     name, mark, rest = block.partition("<arg_key>")
     name, body = name.strip(), mark + rest
@@ -151,12 +152,14 @@ def _typed(pairs: Sequence[tuple[str, str]], name: str, tools: Sequence[dict]) -
 
 
 _OF_PYTHON = {"True": "true", "False": "false", "None": "null"}
-"""Values in templates that do not write JSON -> JSON."""
+"""Value as written by templates that do not write JSON -> the same value in JSON."""
 
 
 def _combined(schemas: list, whole: Any) -> list[dict]:
-    """Return schemas with all schemas that they contain (for example in anyOf) or name by $ref in the whole
-    schema."""
+    """Return the schemas together with all schemas that they contain (for example, in anyOf) or name by $ref.
+
+    whole: the schema in which a $ref is looked up.
+    """
     found: list[dict] = []
     left = [*schemas]
     while left:
@@ -187,7 +190,8 @@ _PARAMETER = re.compile(r'<parameter(?:=| name=)"?([^">\n]*)"?>\n?(.*?)\n?</para
 
 
 def _parse_xml(text: str, tools: Sequence[dict], *, begin: str) -> tuple[str, list[ToolCall]]:
-    """Read functions with parameters as tags, of Qwen3-Coder, Qwen3.5, Seed-OSS and MiniMax."""
+    """Read functions whose parameters are tags. Qwen3-Coder, Qwen3.5, Seed-OSS and MiniMax write this
+    form."""
     content, mark, body = text.partition(begin)
     calls = []
     for name, inner in _FUNCTION.findall(body):
@@ -197,7 +201,7 @@ def _parse_xml(text: str, tools: Sequence[dict], *, begin: str) -> tuple[str, li
 
 
 def _parse_list(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
-    """Read calls in Python, [f(a=1), g()], alone or within tags of LFM2 or Olmo 3."""
+    """Read calls in Python syntax, for example [f(a=1), g()], alone or within the tags of LFM2 or Olmo 3."""
     tags = r"<\|tool_call_(?:start|end)\|>|</?function_calls>"
     before, *pieces = re.split(tags, text)
     content, body = (before, pieces[0]) if pieces else ("", before)
@@ -226,7 +230,8 @@ def _parse_kimi(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
 
 
 def split_channels(text: str) -> tuple[str | None, bool, str]:
-    """Return the analysis of a turn of gpt-oss or None, whether the analysis is open, and the messages."""
+    """Split a turn of gpt-oss: return its analysis (or None), whether the analysis is open, and the
+    messages."""
     messages = text.split("<|start|>")
     if "<|message|>" not in text:
         return None, False, text
@@ -268,7 +273,7 @@ def _parse_mistral(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall
 
 
 def _parse_llama(text: str, tools: Sequence[dict]) -> tuple[str, list[ToolCall]]:
-    """Read a turn that is one JSON object. Llama's templates allow one call per turn; further calls are
+    """Read a turn that is one JSON object. Llama's templates allow one call per turn, so further calls are
     ignored."""
     body = text.removeprefix("<|python_tag|>").strip()
     if not re.match(r'\{\s*"(type|name|function)"', body):
@@ -312,4 +317,5 @@ FAMILIES = (
     Family("llama", _parse_llama, "llama", parallel=False),
     Family("python", _parse_list),
 )
-"""Families in the order of trial. HERMES also reads the turns of templates without calls."""
+"""Families in the order in which they are tried. HERMES also reads the turns of templates that write no
+calls."""

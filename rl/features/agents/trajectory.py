@@ -1,11 +1,14 @@
-"""A trajectory: what the policy sampled and what its environment answered, as token ids.
+"""Holds a trajectory as token ids: the tokens that the policy sampled and the tokens of its environment's
+answers.
 
-A trajectory consists of rows. A row is a context (the prompt) followed by segments, and only grows at its
-end. If earlier tokens change, the trajectory continues in a new row with the whole changed conversation as
-its context. For example, a template that drops the thinking of earlier turns may begin a row at each turn.
+A trajectory consists of rows. A row is a context (the prompt) followed by segments, and it grows only at its
+end. If earlier tokens change, the trajectory continues in a new row, whose context is the whole changed
+conversation. For example, a template that drops the thinking of earlier turns may cause a new row at each
+turn.
 
-If its environment was lost, a trajectory is executed again from its log, the rows so far: it takes the turns
-from the log instead of the engine, and compares everything else with the log (`Diverged`).
+If the environment of a trajectory is lost, the trajectory is executed again from its log. The log is the rows
+so far. The repeated execution takes the policy's turns from the log instead of the engine, and compares
+everything else with the log (`Diverged`).
 """
 
 from collections.abc import Sequence
@@ -23,15 +26,15 @@ class TrajectoryLimits:
 
     turns: int
     turn_tokens: int
-    """Maximum number of tokens of one turn of the policy; 0: no limit besides the others."""
+    """Maximum number of tokens of one turn of the policy. 0: only the other limits apply."""
     response_tokens: int
-    """Maximum number of tokens of all rows without their contexts, including the tokens of tools."""
+    """Maximum number of tokens of all rows together, without their contexts but with the tokens of tools."""
     context_tokens: int
-    """Maximum number of tokens of a row with its context, the engine's limit."""
+    """Maximum number of tokens of a row including its context. This is the limit of the engine."""
 
 
 class Diverged(Exception):
-    """Raised if an environment answers otherwise than in the log; the message says where."""
+    """Raised if an environment's answer differs from the log. The message says where."""
 
 
 @dataclass
@@ -39,7 +42,7 @@ class TrajectoryRow:
     """A context and the segments after it."""
 
     prompt_ids: np.ndarray
-    """int32 [P]."""
+    """int32 [P]: token ids of the context."""
     segments: list[Segment] = field(default_factory=list)
 
     @property
@@ -53,9 +56,11 @@ class Trajectory:
 
     Args:
         prompt, number: index of the prompt in the call, and index of the trajectory in its group.
-        seed: seed of the first turn; a later turn's seed follows from it and the turn's number.
-        log: rows of an earlier execution, which this one repeats.
-        execution: number of earlier executions in the call, for requests' names: for example, 3.1.again1.0.
+        seed: seed of the first turn. The seed of a later turn follows from it and from the number of the
+        turn.
+        log: rows of an earlier execution, which this execution repeats.
+        execution: number of earlier executions in this call. It is part of the names of requests: for
+            example, 3.1.again1.0 is a request of the second execution.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class Trajectory:
         self.end = ""
         """End of the last turn, as in `Completion`."""
         self.is_cut = False
-        """Whether a limit of tokens left no room for another turn."""
+        """Whether a token limit left no room for another turn."""
         self._log = log
 
     @property
@@ -90,8 +95,10 @@ class Trajectory:
 
     @property
     def turn(self) -> tuple[np.ndarray, Completion] | None:
-        """The context of the present row's last complete turn, int32 [C], and its tokens; None without a
-        turn."""
+        """The last complete turn of the present row: its context, int32 [C], and its completion.
+
+        None if the row has no complete turn.
+        """
         segments = self.rows[-1].segments if self.rows else []
         of_turn = [i for i, s in enumerate(segments) if s.is_sampled and s.turn == self.num_turns - 1]
         if not of_turn:
@@ -108,7 +115,7 @@ class Trajectory:
         return min(self.limits.response_tokens - used, self.limits.context_tokens - len(self.token_ids))
 
     def begin_row(self, token_ids: np.ndarray) -> None:
-        """Begin a row with this context, int32 [P]. Raises Diverged."""
+        """Begin a row with this context, int32 [P]. Raises Diverged if the log continues differently."""
         if self._next_logged is not None:
             raise Diverged(f"it changed the conversation after turn {self.num_turns}")
         if len(self.rows) < len(self._log):
@@ -118,7 +125,8 @@ class Trajectory:
     def give(self, token_ids: np.ndarray, source: str) -> bool:
         """Append tokens that the policy did not sample; return whether they leave room for another turn.
 
-        If they do not, nothing is appended, because no sampled token would follow. Raises Diverged.
+        If they leave no room, nothing is appended, because no sampled token would follow. Raises Diverged if
+        the log has other tokens.
         """
         if len(token_ids) >= self.room:
             self.is_cut = True
@@ -133,10 +141,11 @@ class Trajectory:
         return True
 
     def request(self, max_tokens: int = 0) -> Request | None:
-        """Return the request for the next turn or its rest; None if no room is left.
+        """Return the request for the next turn, or for the rest of a turn that was aborted; None without
+        room.
 
-        max_tokens: maximum tokens of this turn, if it is fewer than the limits allow; 0: the limits alone.
-        Raises Diverged if the log has more tokens of the turn.
+        max_tokens: maximum number of tokens of this turn, in addition to the limits. 0: only the limits
+        apply. Raises Diverged if the log has more tokens of the turn.
         """
         if self.room <= 0:
             self.is_cut = True
@@ -159,7 +168,7 @@ class Trajectory:
         )
 
     def aside(self, token_ids: np.ndarray, max_tokens: int) -> Request | None:
-        """Return a request that is no part of the trajectory, or None if its context leaves no room."""
+        """Return a request that does not belong to the trajectory; None if its context leaves no room."""
         room = min(self.limits.response_tokens, self.limits.context_tokens - len(token_ids))
         if room <= 0:
             return None
@@ -174,8 +183,10 @@ class Trajectory:
         return f"{self.prompt}.{self.number}.{again}{request}"
 
     def take(self, completion: Completion) -> None:
-        """Append the tokens that the policy sampled in its next turn; after an abort, the first tokens of the
-        turn."""
+        """Append the tokens that the policy sampled in its next turn.
+
+        If the request was aborted, these are only the first tokens of the turn.
+        """
         self.is_cut = completion.end == "length" and len(completion.token_ids) >= self.room
         if len(completion.token_ids) or completion.end != "abort":
             self._append(Segment.of(completion, self.num_turns, self.rows[-1].segments))
@@ -200,7 +211,7 @@ class Trajectory:
 
     @property
     def is_logged(self) -> bool:
-        """Whether the log continues after the tokens that were executed."""
+        """Whether the log has more tokens than were executed so far."""
         return self._next_logged is not None or len(self.rows) < len(self._log)
 
     @property
@@ -218,7 +229,10 @@ class Trajectory:
         return sum(len(s.token_ids) for s in segments if s.is_sampled and s.turn == self.num_turns)
 
     def replay_turn(self) -> bool:
-        """Append the next turn as far as the log has it; return whether it is complete. Raises Diverged."""
+        """Append the next turn from the log, as far as the log has it; return whether the turn is complete.
+
+        Raises Diverged if the log does not continue with a turn.
+        """
         turn = self.num_turns
         while self.is_logged and self.num_turns == turn:
             segment = self._next_logged
@@ -256,7 +270,10 @@ class Trajectory:
 
 
 def log_of(samples: Sequence[Sample], prompt_ids: np.ndarray) -> list[TrajectoryRow]:
-    """Return the rows of an unfinished trajectory (`Trajectory.samples`). prompt_ids: the prompt's."""
+    """Return the rows of an unfinished trajectory from its samples (`Trajectory.samples`).
+
+    prompt_ids: token ids of the prompt.
+    """
     begun = [sample for sample in samples if sample.segments or sample.prompt_ids is not None]
     contexts = [prompt_ids if sample.prompt_ids is None else sample.prompt_ids for sample in begun]
     return [TrajectoryRow(context, list(sample.segments)) for context, sample in zip(contexts, begun)]

@@ -1,4 +1,5 @@
-"""Generation of trajectories: samples that environments answer (`agents`)."""
+"""Generates the trajectories of a step: samples whose turns an environment answers (config section
+`agents`)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
@@ -30,9 +31,9 @@ from rl.runtime.collectives import gather_objects
 
 
 class TrajectoryDialogues(Dialogues):
-    """Trajectories with environments. A group may have fewer samples, or be missing (`Batch.prompts`).
+    """Generates trajectories. After failures, a group may have fewer samples or be missing (`Batch.prompts`).
 
-    In validation a failed trajectory is a sample with `failed` 1.
+    In validation, a failed trajectory is kept as a sample with `failed` 1.
 
     Args:
         environments: see `start_environments`.
@@ -45,7 +46,7 @@ class TrajectoryDialogues(Dialogues):
         self._own_counts = Counter[str]()
         """Counts of this rank's environments since the last batch with metrics."""
         self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
-        """Counts of environments in this step, by its number and the timing of the calls."""
+        """(number of the step, timing of the calls) -> counts of environments in this step."""
 
     def run(
         self,
@@ -75,7 +76,8 @@ class TrajectoryDialogues(Dialogues):
             is_complete = engine.run(recorder, sampling, **engine_options)
         except BaseException:
             dialogue.close()
-            # Waits, because the workers end with this process, and environments may have much to close.
+            # This waits for the environments to close. Some have much to close, and the workers end with this
+            # process.
             self._environments.close()
             raise
         if is_complete:
@@ -104,8 +106,9 @@ class TrajectoryDialogues(Dialogues):
     def batch(self, samples: list[Sample], call: SampleCall, *, counts: Counter[str] | None = None) -> Batch:
         """Return the groups that can be learned from, and log what the environments did.
 
-        A group loses the trajectories of failed environments, and is dropped if a single one of several is
-        left. For example, a group of 8 trajectories with 7 failures is dropped. Collective over the world.
+        A group loses the trajectories whose environments failed. If only one of several trajectories is left,
+        the group is dropped. For example, a group of 8 trajectories with 7 failures is dropped. Collective
+        over the world.
 
         Raises AllTrajectoriesFailed on every rank if environments failed for every group.
         """

@@ -1,22 +1,27 @@
-"""One worker of the environment pool: holds the environments of many trajectories and calls them.
+"""Runs one worker of the environment pool. A worker holds the environments of many trajectories and calls
+them.
 
-rl.workers.supervisor has its processes. The pool sends pickles: first (plan, sys.path or None), then
-(number of the session, request, name of the request, argument), where the request is "open" with the row,
-"act" with an action, or "close". It receives JSON lines:
+rl.workers.supervisor describes the processes of a worker. The pool sends pickles to the worker. The first one
+is (plan, sys.path or None). Each later one is (number of the session, request, name of the request,
+argument). The request is "open" (the argument is the row), "act" (the argument is an action), or "close". The
+worker answers with JSON lines:
 
     {"ready": [[schema, ...], ...]} or {"unloadable": sentence, "traceback": text}   once, after the imports
     {"n": number, ...}                                                               the fields of a Reply
-    {"closed": number, "error": text}                                                closed; text of an error
-    {"alive": true}                                                                  every BEAT_S during calls
+    {"closed": number, "error": text}                                                after "close"; "" if no
+    error {"alive": true}                                                                  every BEAT_S during
+    calls
 
-"retire" in a message: the process must take no further session. The pool ends it with its last session,
-because a thread that exceeded its time limit cannot be ended, and memory may be leaked or fragmented.
+A message with "retire" says that the process must take no further session. The pool ends the process together
+with its last session, because a thread that exceeded its time limit cannot be ended, and because memory may
+be leaked or fragmented.
 
-Async methods run in one event loop. Sync methods of a session run in a thread of its own. At most THREADS of
-these threads work at a time; the time limit of a call starts when its thread may work. For example, of 20
-sessions in sync calls 12 wait, and their limits have not begun. If the loop itself is blocked, the pool kills
-the process. An environment must end the processes that it starts, in `close`. Processes left without a parent
-are killed when the worker holds no session, and all other processes with the worker.
+Async methods run in one event loop. The sync methods of a session run in a thread of its own. At most THREADS
+of these threads work at a time, and the time limit of a call starts when its thread may work. For example, if
+20 sessions are in sync calls, 12 of them wait, and their limits have not begun. If the loop itself is
+blocked, the pool kills the process. An environment must end the processes that it starts, in its method
+`close`. Processes that are left without a parent are killed when the worker holds no session. All other
+processes are killed with the worker.
 """
 
 import asyncio
@@ -56,23 +61,24 @@ BEAT_S = 1.0
 THREADS = 8
 """Maximum number of synchronous calls at a time in a worker, except `run`."""
 STACK_BYTES = 2 << 20
-"""Stack of a session's thread in bytes; it counts as address space."""
+"""Stack size of a session's thread, in bytes. It counts as address space of the process."""
 MAX_LINE_BYTES = 16 << 20
-"""Maximum length of a message in bytes; for example, a prompt of a million tokens has about 4 MB."""
+"""Maximum length of a message, in bytes. For example, a prompt of a million tokens has about 4 MB."""
 TOOL_ERRORS = (ValueError, ArithmeticError, LookupError)
 """Exceptions of a tool that become an answer to the policy."""
 
 
 class CallTimeout(TimeoutError):
-    """Raised if a call exceeds the pool's limit. An environment's own TimeoutError has other reasons."""
+    """Raised if a call exceeds the time limit of the pool. An environment may raise TimeoutError for other
+    reasons."""
 
 
 CAUSES = {CallTimeout: Failure.TIME, MemoryError: Failure.MEMORY}
-"""Exceptions of a call -> cause of the failure."""
+"""Exception of a call -> cause of the failure that it means."""
 
 
 class EnvironmentHost(Host):
-    """The process's sessions, and its connection to the pool."""
+    """The sessions of this process, and the connection to the pool."""
 
     def __init__(self, work: socket.socket, *, timeout_s: float, max_output_chars: int):
         super().__init__(work)
@@ -105,7 +111,8 @@ class EnvironmentHost(Host):
         threading.Thread(target=receive, daemon=True).start()
         while True:
             await asyncio.sleep(BEAT_S)
-            # Between two phases the pool does not read. A full socket would block every call.
+            # The pool does not read between two phases. If this sent to a full socket, every call would
+            # block.
             can_send = bool(select.select([], [self._work], [], 0)[1])
             if can_send and any(session.is_busy for session in self._sessions.values()):
                 self.send({"alive": True})
@@ -280,7 +287,7 @@ class TrajectoryEnvironment:
         return encodable(result)
 
     async def _call(self, function: Callable[..., Any], *arguments: Any, is_limited: bool = True) -> Any:
-        """Call users' code within the time limit, a sync function in a thread."""
+        """Call code of the user within the time limit. A sync function runs in the session's thread."""
         limit_s = self._host.timeout_s if is_limited else None
         is_async = inspect.iscoroutinefunction(function)
         slot = self._host.threads if is_limited and not is_async else contextlib.nullcontext()
@@ -299,8 +306,10 @@ class TrajectoryEnvironment:
                 self._host.exit_in_forks()
 
     async def _call_in_thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function in the session's thread, because some objects work only in the thread that made
-        them. For example, a connection of sqlite3."""
+        """Call a function in the thread of the session.
+
+        Some objects work only in the thread that made them, for example a connection of sqlite3.
+        """
 
         def job() -> tuple[Any, BaseException | None]:  # a future cannot hold every exception
             try:
