@@ -1,12 +1,13 @@
-"""Frozen weights of linear layers in FP8, with one factor per block of 128 x 128 elements.
+"""Stores the frozen weights of linear layers in FP8, with one factor per block of 128 x 128 elements.
 
-The format is DeepSeek-V3's (`rl.models.fp8_blocks`), with blocks of the rank's own parameter. They are blocks
-of the whole parameter too, because `rl.config.adapter_checks` refuses other layouts: for example, a rank's
-192 rows would end in the middle of a block. The values therefore do not depend on the layout.
+The format is the format of DeepSeek-V3 (`rl.models.fp8_blocks`). Each rank divides its own part of a
+parameter into blocks. These are also blocks of the whole parameter, because `rl.config.adapter_checks`
+refuses other layouts. For example, a part of 192 rows would end in the middle of a block. The values
+therefore do not depend on the layout.
 
-Between two passes through its module a parameter has no memory; each pass, forward or backward, fills it with
-the dequantised values and frees it again. The values are the same in every pass. Refit, export and checksums
-read the same values through `value`.
+Between two passes through its module, a parameter takes no memory. Each pass, forward or backward, fills the
+parameter with the dequantised values and frees it again. The values are the same in every pass. Refit, export
+and checksums read the same values through `value`.
 """
 
 from collections import defaultdict

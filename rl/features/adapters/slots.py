@@ -1,8 +1,9 @@
 """Low-rank adapters in vLLM: the buffers that hold them, and the requests that use them.
 
-vLLM has buffers for A and B of several adapters in every linear layer with an adapter, and adds B A x of a
-token's adapter to W x. A refit writes this rank's parts of A and scale * B there in place, as it writes
-weights (`rl.refit.refit`). vLLM's own loading, which reads files and applies a scale of its own, is not used.
+In every linear layer that has an adapter, vLLM has buffers for the A and B of several adapters. For each
+token it adds B A x of the token's adapter to W x. A refit writes this rank's parts of A and scale * B into
+these buffers in place, in the same way as it writes weights (`rl.refit.refit`). vLLM's own loading of
+adapters is not used, because it reads files and applies a scale of its own.
 
 The name of an adapter stays when its values change, so running requests use the new values from the next
 engine step on. The keys of vLLM's prefix cache contain the version at which a request began. For example,

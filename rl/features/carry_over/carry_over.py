@@ -1,10 +1,11 @@
-"""Carry-over: a step ends when enough groups are complete, and the others continue in the next step.
+"""Carries groups over: a step ends when enough groups are complete, and the other groups continue in the next
+step.
 
-A generation starts with `rollout.oversample` times the number of groups that it has to return, and ends when
-enough are complete. For example, with oversample 1.5 a step of 8 groups starts with 12, the carried ones
-included, and ends when 8 are complete. The others are carried over with the log-prob and weight version of
-every token. All ranks hold the same carried groups, because new tokens are exchanged like samples.
-docs/asynchrony.md has the rules.
+A generation starts with `rollout.oversample` times the number of groups that it has to return, and it ends
+when enough groups are complete. For example, with oversample 1.5 a step of 8 groups starts with 12 groups,
+including the carried groups, and ends when 8 groups are complete. The other groups are carried over with the
+log-prob and the weight version of every token. All ranks hold the same carried groups, because their new
+tokens are exchanged in the same way as samples. docs/asynchrony.md has the rules.
 """
 
 import math

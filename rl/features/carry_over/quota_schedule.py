@@ -1,9 +1,10 @@
-"""Generation that ends when enough groups are complete, and continues the others in the next step.
+"""Ends a generation when enough groups are complete, and continues the other groups in the next step.
 
 An unfinished sample keeps its tokens, log-probs and weight versions. It continues as a request with the same
-seed: the request's context is the prompt and the tokens so far. The CPU's sampler and vLLM's on CUDA draw by
-seed and position, so under equal weights an uninterrupted generation gives the same sample, up to rounding.
-An unfinished trajectory continues on the replica that holds its environment, if this replica has time.
+seed, whose context is the prompt and the tokens so far. The sampler on CPU and vLLM's sampler on CUDA draw by
+seed and position. So if the weights are equal, an uninterrupted generation gives the same sample, up to
+rounding. An unfinished trajectory continues on the replica that holds its environment, if this replica has
+time.
 """
 
 from collections.abc import Callable, Iterator, Sequence

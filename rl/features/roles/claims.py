@@ -1,9 +1,9 @@
-"""The owner of each group among the replicas, so that groups of a dead replica are generated again.
+"""Records which replica owns each group, so that the groups of a dead replica are generated again.
 
-Like `shared_queue`, a counter in the job's store gives an item to the replica that asks first. Each item also
-has a key with its owner. It is changed by compare-and-set only, so one replica takes over an item. For
-example, if replica 2 dies with item 7, replicas 0 and 1 both try to replace owner 2 of item 7, and one of
-them succeeds.
+As in `shared_queue`, a counter in the job's store gives an item to the replica that asks first. In addition,
+the store has a key for each item, whose value is the owner of the item. The owner is changed only by
+compare-and-set, so only one replica can take over an item. For example, if replica 2 dies with item 7,
+replicas 0 and 1 both try to replace owner 2 of item 7, and one of them succeeds.
 """
 
 import time

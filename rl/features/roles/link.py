@@ -1,7 +1,9 @@
-"""The link between the ranks that train and the ranks that generate: weights one way, samples the other.
+"""Links the ranks that train and the ranks that generate: it sends weights one way, and samples the other
+way.
 
-Each role has its own default process group, so Megatron and vLLM work in it as in a job of its own. The link
-spans all ranks of the job, with communicators of its own. Ranks of the link are the job's ranks.
+Each role has a default process group of its own, so Megatron and vLLM work in it as in a job of its own. The
+link spans all ranks of the job and has communicators of its own. The rank numbers of the link are the rank
+numbers of the job.
 
     trainer                                        generator
     link.send_weights(version)   -- weights -----> link.receive_weights(version), between two engine steps
@@ -9,10 +11,11 @@ spans all ranks of the job, with communicators of its own. Ranks of the link are
     link.wait_sent()   # before the update
     link.receive_samples()       <- samples ----- link.send_samples(key, samples), called by a leader
 
-Weights travel by the plan of a refit (`rl.refit.plan`), from the trainer's parameters to the engine's. A
-thread sends while the trainer computes. Adapters beside the weights have a plan of their own; the base then
-travels only the first time. Samples travel to the first training rank, which broadcasts them. Values of held
-columns (`rl.data.held`) travel to one training rank each, directly from the generator.
+Weights are sent by the plan of a refit (`rl.refit.plan`), from the trainer's parameters to the engine's
+parameters. A thread sends them while the trainer computes. Adapters have a plan of their own; if a run trains
+adapters, the base weights are sent only the first time. Samples are sent to the first training rank, which
+broadcasts them. The values of held columns (`rl.data.held`) go directly from the generator to the one
+training rank that needs them.
 """
 
 import contextlib

@@ -1,16 +1,16 @@
 """The schedule of the generators of a run with roles: an endless sequence of groups, sent as they complete.
 
-Groups are numbered over all batches (`Batches`). A batch is a function of the seed and its number. Version n
-of the policy learns from batch n. (If an algorithm needs several batches for one step, the same version
-learns from all of them.) The trainers' message for batch n under version v therefore allows the generators to
-begin batches up to n + lag with weights v, and no later one. For example, with `roles.lag=1` the message for
-batch 5 allows batches 5 and 6.
+Groups are numbered over all batches (`Batches`). The content of a batch depends only on the seed and on the
+number of the batch. Version n of the policy learns from batch n. (If an algorithm needs several batches for
+one step, the same version learns from all of them.) When the trainers announce batch n and weights of version
+v, the generators may therefore begin batches up to n + lag with these weights, and no later batch. For
+example, with `roles.lag=1` the message for batch 5 allows batches 5 and 6.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
 when no turn is in progress (turn), or between two engine steps (group, sample). With `rollout.deterministic`
-a replica reads each message but the first a fixed number of engine steps after its last sample of the batch
-before. The engine takes no step until the message has come. Everything but the clock is then a function of
-the seed.
+a replica reads each message except the first a fixed number of engine steps after its last sample of the
+previous batch. The engine takes no step until the message has arrived. Everything except the times then
+depends only on the seed.
 """
 
 from collections import deque

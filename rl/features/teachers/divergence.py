@@ -1,7 +1,8 @@
-"""Divergence of a policy from its teacher, from the hidden states of both, in chunks of tokens.
+"""Computes the divergence of a policy from its teacher, from the hidden states of both, in chunks of tokens.
 
-T tokens, H hidden, V vocabulary, k `teacher.top_k`. As in `rl.training.logprobs`, logits [chunk, V/tp] exist
-for `chunk` tokens at a time, and the backward pass computes them again.
+Letters in shapes: T tokens, H hidden size, V vocabulary size, k `teacher.top_k`. As in
+`rl.training.logprobs`, logits [chunk, V/tp] exist for only `chunk` tokens at a time, and the backward pass
+computes them again.
 
 Teacher and policy share the training grid, and each sample is computed by the same data parallel rank in
 both. The last stage keeps the results of the teacher's pass for each token in host memory, until the policy's

@@ -1,4 +1,4 @@
-"""The vision tower's inner outputs, which some models add to the hidden states of their first layers.
+"""Adds inner outputs of the vision tower to the hidden states of the first layers, as some models require.
 
 For example, in Qwen3-VL layers 0 to 2 add one inner output each.
 

@@ -1,13 +1,13 @@
-"""The vision tower in training: a part of the policy's first pipeline stage.
+"""Computes the vision tower in training. The tower is a part of the policy's first pipeline stage.
 
 The tower comes from transformers. Every tensor parallel rank computes the whole tower, so that its gradient
 needs no sum over the ranks. For example, with training.tp=4 each of the 4 ranks encodes every image. The
 tower's outputs replace the embeddings of the images' tokens before the row is divided (sequence parallelism).
 Positions are computed on every stage, from the prompts alone.
 
-The engine's samples come with the pixels that the engine saw, a held column (uint8) for ranks of the first
-stage. Each rank compares the pixels with the prompt's images, which it reads itself. Responses in the data
-have no such column, and use the pixels of the prompt.
+The samples of the engine come with the pixels that the engine saw. These pixels are a held column (uint8) on
+ranks of the first stage. Each of these ranks compares them with the images of the prompt, which it reads
+itself. Responses that come from the data have no such column; they use the pixels of the prompt.
 """
 
 import functools
