@@ -1,1 +1,1 @@
-"""Ranks that generate while others train."""
+"""Roles: some ranks of the job generate samples while the others train."""

@@ -1,4 +1,4 @@
-"""The ranks of a run that generate while others train (`roles`)."""
+"""The ranks that only generate, while other ranks of the run train (section `roles` of the config)."""
 
 import datetime
 import time
@@ -30,11 +30,14 @@ from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.stopping.requests import StopRequests
 
 ENDLESS = 1 << 62
-"""Number of groups in the queue of the stream."""
+"""Number of groups in the queue of a generator, whose stream of groups has no end."""
 
 
 def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
-    """Make the ranks of this rank's role its world; return the link to the other. Collective over the job."""
+    """Make the ranks of this rank's role its default process group; return the link to the other role.
+
+    Collective over the job.
+    """
     ranks = dict(zip(("train", "rollout"), role_ranks(config, dist.get_world_size())))
     rank = dist.get_rank()
     name = next(name for name, members in ranks.items() if rank in members)
@@ -57,12 +60,13 @@ def enter_role(config: Config, device: Device, watchdog: Watchdog) -> Link:
 
 
 class Generators:
-    """A rank that generates the samples that the trainers ask for. Methods are collective over the replica.
+    """Generates, on one rank, the samples that the trainers ask for. Methods are collective over the replica.
 
-    The replica's leader reads the messages; `StreamSchedule` describes the order in which it generates.
+    The replica's leader reads the trainers' messages. `StreamSchedule` describes the order in which the
+    replica generates.
 
     Args:
-        dialogue_form: makes the dialogues, and what stores the events of the stream.
+        dialogue_form: makes the dialogues, and the recorder that stores the events of the stream.
     """
 
     def __init__(
@@ -79,19 +83,24 @@ class Generators:
         self._dialogue_form = dialogue_form
         in_waves = config.agents.is_on and config.agents.order == "waves"
         self._has_fixed_share = in_waves and not config.roles.min_replicas
-        """Whether each replica has a fixed share of the work; a dead replica's share would never be done."""
+        """Whether each replica has a fixed share of the groups. It is false with roles.min_replicas, because
+        nobody would generate the share of a dead replica."""
         self._device, self._tracker = device, watchdog.tracker
         self._messages = TrainerMessages(session.job().store)
         self._prompt_order = inputs.prompt_order()
         self._step = 0
         self._next_look = 0.0
         self._waits_for = ""
-        """Reason why the engine takes no step: "weights", or the text of a wait for environments."""
+        """Why the engine takes no step: "weights", or a text about the awaited environments. The text is
+        empty while the engine does not wait."""
         self._exit_code: int | None = None
         warm_up(device)
 
     def run(self) -> int:
-        """Build the engine and generate. Returns the exit code of the run. Collective over the role."""
+        """Build the engine, then generate until the run ends; return the run's exit code.
+
+        Collective over the role.
+        """
         self._engine = engine = build_rollout(self._config, self._device)
         engine.keeps_cache = self._config.roles.cache == "keep"
         self._link.plan_weights(self._config, self._inputs.models["policy"].hf, engine=engine)
@@ -128,7 +137,7 @@ class Generators:
                 keep_records=False,  # one run of the engine may last as long as the job
             )
             self._compare_logs()
-            if not is_whole:  # the leader has seen the exit code
+            if not is_whole:  # the leader has read the exit code, so the run ends
                 engine.close()
                 code = self._messages.exit_code()
                 assert code is not None
@@ -138,7 +147,7 @@ class Generators:
             barrier = None if stream is None else stream.barrier
             taken = broadcast_object(barrier, group=engine.replica_group, types=MESSAGE_TYPES)
             assert taken is not None
-            engine.llm.reset_prefix_cache()  # as in a run that resumes here
+            engine.llm.reset_prefix_cache()  # a run that resumes here would also begin with an empty cache
             name, message = taken
             if isinstance(message, Generate):
                 self._answer(name, message)
@@ -154,7 +163,7 @@ class Generators:
         return begin
 
     def _window(self) -> int:
-        """Return the number of groups that all replicas may hold at a time."""
+        """Return the number of groups that all replicas together may hold at a time."""
         roles = self._config.roles
         return Batches.of_config(self._config).size * (1 if roles.granularity == "batch" else roles.lag + 1)
 
@@ -177,19 +186,26 @@ class Generators:
         self._compare_logs()
 
     def _dialogue(self, sampling: Sampling, num_prompts: int, *, keeps_failed: bool = False) -> Dialogue:
-        """Return the dialogue of a run. num_prompts: number that all replicas hold at a time."""
+        """Return the dialogue for one run of the engine.
+
+        num_prompts: number of prompts that all replicas together may hold at a time.
+        """
         capacity = self._engine.capacity(num_prompts, sampling.samples_per_prompt)
         return self._dialogue_form.dialogue(sampling, capacity=capacity, keeps_failed=keeps_failed)
 
     def _send(self, key: Hashable, samples: list[Sample], dialogue: Dialogue) -> None:
-        """Send samples to the trainers, with what the dialogue has counted since it was last sent."""
-        if not (self._config.reward.model.path or self._config.reward.judge.path):  # nobody reads them
+        """Send samples to the trainers, with the dialogue's counts since the last call."""
+        # Only a reward model or a judge reads the conversations.
+        if not (self._config.reward.model.path or self._config.reward.judge.path):
             samples = [replace(sample, conversation=None) for sample in samples]
         counts, dialogue.counts = dict(dialogue.counts), Counter()
         self._link.send_samples((key, counts), samples)
 
     def _take_weights(self, version: int) -> None:
-        """Take a new version of the weights. The limit of `generate` begins again in any case."""
+        """Receive the weights of this version, unless the engine has them already.
+
+        In both cases the rank enters the phase `generate` again, so the time limit of this phase restarts.
+        """
         self._step = version + 1
         tracing.begin_step(self._step)
         if self._engine.weights_version != version:
@@ -198,9 +214,11 @@ class Generators:
         self._tracker.enter("generate", self._step)
 
     def _look(self) -> bool:
-        """Share this rank's stop request, note whether it generates or waits; return whether to end.
+        """Share this rank's stop request, and enter the phase that fits; return whether the run ends.
 
-        The trainers decide on a stop, and end the generators (`TrainerMessages.end`).
+        The phase is `generate` while the engine has requests and does not wait, otherwise `wait_weights`. A
+        stop request does not end this rank directly. The trainers decide on a stop, and end the generators
+        (`TrainerMessages.end`).
         """
         self._stop.is_requested()
         now = time.monotonic()
@@ -219,7 +237,7 @@ class Generators:
             self._tracker.wait("" if text == "weights" else text)
 
     def _compare_logs(self) -> None:
-        """Raise if ranks of the replica generated different tokens."""
+        """Raise Disagreement if ranks of the replica generated different tokens."""
         digests = gather_objects(self._engine.events.digest, self._engine.replica_group)
         if len(set(digests)) > 1:
             raise Disagreement(f"the ranks of replica {self._engine.replica} generated different tokens")

@@ -1,9 +1,8 @@
-"""Links the ranks that train and the ranks that generate: it sends weights one way, and samples the other
-way.
+"""Links the ranks that train with the ranks that generate: weights go one way, samples the other way.
 
-Each role has a default process group of its own, so Megatron and vLLM work in it as in a job of its own. The
-link spans all ranks of the job and has communicators of its own. The rank numbers of the link are the rank
-numbers of the job.
+Each role has a default process group of its own, so Megatron and vLLM work within the role as if it were a
+whole job. The link spans all ranks of the job and has communicators of its own. The link numbers the ranks
+as the job does.
 
     trainer                                        generator
     link.send_weights(version)   -- weights -----> link.receive_weights(version), between two engine steps
@@ -12,10 +11,10 @@ numbers of the job.
     link.receive_samples()       <- samples ----- link.send_samples(key, samples), called by a leader
 
 Weights are sent by the plan of a refit (`rl.refit.plan`), from the trainer's parameters to the engine's
-parameters. A thread sends them while the trainer computes. Adapters have a plan of their own; if a run trains
-adapters, the base weights are sent only the first time. Samples are sent to the first training rank, which
-broadcasts them. The values of held columns (`rl.data.held`) go directly from the generator to the one
-training rank that needs them.
+parameters. A thread sends them while the trainer computes. Adapters that the engine keeps apart from the
+base weights have a plan of their own, and the base weights are then sent only the first time. Samples are
+sent to the first training rank, which broadcasts them. The values of held columns (`rl.data.held`) go
+directly from the generator to one training rank; the training ranks take turns.
 """
 
 import contextlib
@@ -60,21 +59,21 @@ if TYPE_CHECKING:
     from rl.runtime.excluded_replicas import ExcludedReplicas
 
 UNLIMITED = datetime.timedelta(days=30)
-"""Time limit of a message. The other side may be in any phase of a step; the phases' limits and the
-heartbeats end a run if the other side is gone."""
+"""Time limit of a message. It is long, because the other side may be in any phase of a step. If the other
+side is gone, the time limits of the phases and the heartbeats end the run."""
 UNLIMITED_S = UNLIMITED.total_seconds()
 
 SAMPLED = 13
-"""Distance of the weights that are compared when samples are sent. Each version begins at another weight: for
-example, version 15 compares weights 2, 15, 28 and so on. The number is a prime: a divisor of the number of
-weights per layer would select the same weights of every layer."""
+"""Distance between two weights that are compared when samples are sent. Each version begins at another
+weight: for example, version 15 compares weights 2, 15, 28 and so on. The number is a prime, because a divisor
+of the number of weights per layer would select the same weights of every layer."""
 
 PlannedTensors = tuple[WeightPlan, Mapping[int, Tensor], Mapping[int, Tensor]]
-"""Weights that travel together, with the trainer's and the engine's tensors by the plan's indices."""
+"""A plan, and the trainer's and the engine's tensors that take part in it, by the plan's indices."""
 
 _SAMPLES = "samples"
-"""Key of the queue in the store that announces samples: their sender's rank, and the sizes in bytes of the
-samples and of their held values."""
+"""Key of a queue in the store. An item of the queue announces samples: it holds the sender's rank, and the
+sizes in bytes of the samples and of their held values."""
 _HELD_TAG = 1
 """Tag of messages with held values; messages with samples have tag 0."""
 
@@ -83,21 +82,23 @@ class Delivery(NamedTuple):
     """Samples that a replica has sent."""
 
     key: Any
-    """The sender's `key`."""
+    """The `key` that the sender passed to `Link.send_samples`."""
     source: int
-    """Rank of the job that sent them."""
+    """The sender's rank in the job."""
     samples: list[Sample]
 
 
 class Link:
-    """Communication between the two roles. The constructor and `plan_weights` are collective over the job.
+    """Carries weights and samples between the two roles.
+
+    The constructor and `plan_weights` are collective over the job.
 
     Args:
         store: the job's store; the link uses keys with a prefix and connections of its own.
         torch_store: torch's store of the job, for the addresses of the link's groups.
         rank: this process's rank in the job.
-        train, rollout: the job's ranks in the two roles, ascending; together all ranks of the job.
-        excluded: which replicas the run goes on without; None if all must live.
+        train, rollout: the job's ranks in the two roles, ascending. Together they are all ranks of the job.
+        excluded: the replicas that the run goes on without; None if all replicas must live.
     """
 
     def __init__(
@@ -114,34 +115,35 @@ class Link:
         self.rank, self.train, self.rollout, self.device = rank, train, rollout, device
         self.excluded = excluded
         self._torch_store = torch_store
-        # Two, because a wait of one thread must not block the other.
+        # Two connections, because a wait of one thread must not block the other thread.
         self._store, self._thread_store = (store.clone("link") for _ in range(2))
         size = len(train) + len(rollout)
         options: dict = dict(rank=rank, size=size, timeout=UNLIMITED)
         self._control = own_group(torch_store, "link-control", device=None, **options)
         self._weights = own_group(torch_store, "link-weights", device=device, **options)
         self._planned: list[WeightPlan] = []
-        """The plan of the weights, and a plan of the adapters beside them."""
+        """The plan of the weights and, if adapters travel beside them, the plan of the adapters."""
         self._changes: list[MessageForm | None] = []
-        """Messages that each plan sent last (`refit.changed_only`)."""
+        """For each plan, the message form that sends only changed elements; None without
+        `refit.changed_only`."""
         self._check_every = 0
         self._trainer: TrainingEngine | None = None
         self._engine: RolloutEngine | None = None
         self._excluded: tuple[int, ...] = ()
         """Replicas that are not in the communicator for weights."""
         self.leaders: tuple[int, ...] = ()
-        """First ranks of the replicas that lived at the last `receive_samples`; the same on all trainers."""
+        """First ranks of the replicas that lived at the last `receive_samples`; identical on all trainers."""
         self._sending: Future[BytesMoved | None] | None = None
         self._connect_and_move: Callable[[], BytesMoved]
         self._num_refits = 0
         self._sums: list[Sums] = []
-        """Checksums of some weights of the engine, by the trainers, until they are compared."""
+        """The trainers' checksums of some of the engine's weights, until `check_weights` compares them."""
         self._outgoing: queue.SimpleQueue[tuple[bytes, int, bytes]] = queue.SimpleQueue()
         self._num_sent = 0
         """Number of calls of `send_samples`."""
         self._sender: Future[None] | None = None
         self.held = held.ColumnBytes()
-        """Bytes of held columns that this rank has received from generators, and planned."""
+        """Bytes of held columns that this rank has received from generators, and that it expected."""
 
     def plan_weights(
         self,
@@ -164,7 +166,10 @@ class Link:
         self._plan(self._control, self.rollout)
 
     def _plan_for(self, config: Config, hf: dict, group: dist.ProcessGroup, rollout: tuple[int, ...]) -> None:
-        """Plan the refits of these ranks of the group. Collective over the group."""
+        """Plan the refits from the training ranks to these generating ranks. Collective over the group.
+
+        rollout: numbers of the generating ranks in the group.
+        """
         grid, num_layers, parts = config.training, hf["num_hidden_layers"], _weights(config, hf)
         training = TrainingPlacement(
             len(self.train),
@@ -221,15 +226,15 @@ class Link:
     def send_weights(self, version: int) -> None:
         """Begin to send the trainer's weights; return at once. Called by every training rank.
 
-        The weights must not change and keep their memory until `wait_sent` has returned. The first training
-        rank announces the version to the generators.
+        Until `wait_sent` has returned, the weights must neither change nor move to other memory. The first
+        training rank announces the version to the generators.
         """
         assert self._sending is None, "wait_sent() must come before the next send_weights()"
         assert self._planned and self._trainer is not None, "plan_weights(trainer=...) comes first"
         number = self._num_refits
         self._num_refits += 1
         values = self._values()
-        self.device.synchronize()  # the thread's stream does not wait for the update's
+        self.device.synchronize()  # the thread's stream does not wait for the stream of the update
         if self.rank == self.train[0]:
             self._store.set(f"weights {number}", str(version))
 
@@ -259,26 +264,29 @@ class Link:
         self._sending, self._connect_and_move = _in_thread(send), connect_and_move
 
     def wait_sent(self) -> BytesMoved | None:
-        """Wait until the weights have been sent; return this rank's bytes, None if none were being sent.
+        """Wait until the weights have been sent; return the bytes that this rank moved.
 
-        Raises the error of the sending thread, if any.
+        Returns None if no weights were being sent. Raises the error of the sending thread, if any.
         """
         sending, self._sending = self._sending, None
         if sending is None:
             return None
         moved = sending.result()
-        # After the death of a replica the main thread connects the others, while nothing else uses the GPU.
+        # After the death of a replica, the main thread connects the other ranks, because nothing else uses
+        # the GPU in the meantime.
         return self._connect_and_move() if moved is None else moved
 
     def receive_weights(self, version: int) -> BytesMoved:
-        """Write the announced weights into the engine, between two engine steps; return this rank's bytes.
+        """Write the announced weights into the engine, between two engine steps.
 
-        Called by every generating rank, for each version that the trainer sends, in order; all replicas take
-        part in the transfer, which begins when the last has called. Sets the engine's `weights_version`.
+        Returns the bytes that this rank moved, and sets the engine's `weights_version`. Every generating rank
+        calls it for each version that the trainer sends, in order. The transfer begins when the last replica
+        has called.
 
-        After the first refit and every `refit.check_every` versions both ends compare checksums; raises
-        RefitMismatch on a rank with wrong weights, naming weights and ranks. For `check_weights` the trainers
-        send checksums of some weights with every version.
+        After the first refit, and at every version that is a multiple of `refit.check_every`, both ends
+        compare checksums of all weights. A rank with wrong weights raises RefitMismatch, which names the
+        weights and the ranks. With every version, the trainers also send checksums of some weights; these
+        are for `check_weights`.
         """
         assert self._planned and self._engine is not None, "plan_weights(engine=...) comes first"
         self.check_weights()
@@ -313,11 +321,12 @@ class Link:
         return done
 
     def check_weights(self) -> None:
-        """Raise RefitMismatch if the engine's weights differ from the last refit's. Not collective.
+        """Raise RefitMismatch if the engine's weights differ from the weights of the last refit.
 
-        A replica may acknowledge a version and hold another one. Compares the trainers' checksums of every
-        SAMPLED-th weight once: a leader when it sends the first samples of a version, other ranks before they
-        take the next version.
+        Without this check, a replica could acknowledge a version and still hold another one. The check
+        compares the trainers' checksums of every SAMPLED-th weight, once per version. A leader compares when
+        it sends the first samples of a version, other ranks compare before they take the next version. Not
+        collective.
         """
         sums, self._sums = self._sums, []
         if not sums:
@@ -334,9 +343,10 @@ class Link:
                 )
 
     def _await_receivers(self, number: int) -> None:
-        """Wait until all living replicas are between two engine steps, and announce the excluded ones.
+        """Wait until all living replicas are between two engine steps, then announce the excluded replicas.
 
-        On the first training rank. No replica is left out from then on until the weights have been sent.
+        Only the first training rank calls it. From the announcement until the weights have been sent, no
+        further replica is left out.
         """
         store, keys = self._thread_store, [f"receiver {number} {rank}" for rank in self._ranks(())]
 
@@ -365,9 +375,9 @@ class Link:
         return self.rollout if self.excluded is None else self.excluded.ranks(excluded)
 
     def _connect(self, excluded: tuple[int, ...]) -> None:
-        """Connect the ranks that live, and plan their refits. Collective over them.
+        """Connect the ranks that live, and plan their refits. Collective over the ranks that live.
 
-        In a communicator with a rank that has died, NCCL could wait for it without an error.
+        A new communicator is needed, because NCCL could wait for a dead rank forever without an error.
         """
         ranks = (*self.train, *self._ranks(excluded))
         if self.rank not in ranks:  # the watchdog ends this process
@@ -384,11 +394,13 @@ class Link:
     def _move(
         self, number: int, version: int, parts: list[PlannedTensors]
     ) -> tuple[BytesMoved, list[tuple[Weight, str]], list[Sums]]:
-        """Carry out the plans; return bytes, wrong weights (weight, the side that it differs from), and sums
-        for `check_weights`.
+        """Carry out the plans. Collective over the job, without excluded replicas.
 
-        number: of the refit. After the first, the base of adapters does not travel, but is compared.
-        Collective over the job.
+        Returns the bytes that this rank moved; the wrong weights, each with the side that it differs from;
+        and the checksums for `check_weights`.
+
+        number: number of the refit, from 0. In later refits than the first, the base of adapters is not sent,
+        but it is compared.
         """
         where, done, wrong, sums = self.device.torch, BytesMoved(), [], []
         moving = list(zip(parts, self._changes, strict=True))
@@ -409,7 +421,7 @@ class Link:
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
-        """Use a stream of this thread on CUDA, and wait for it at the end."""
+        """On CUDA, use a stream of this thread, and wait for the stream at the end."""
         if not self.device.is_cuda:
             yield
             return
@@ -424,10 +436,10 @@ class Link:
     def send_samples(self, key: Any, samples: list[Sample]) -> None:
         """Send finished samples to all training ranks; return at once. Called by a replica's leader.
 
-        The values of held columns are sent to one of the training ranks, in turn.
+        The values of held columns are sent to one training rank only; from call to call, the training ranks
+        take turns. Raises the error of the sending thread, if any.
 
-        key: identifies the samples, for example a group's number; plain data. Raises the error of the sending
-        thread, if any.
+        key: plain data that identifies the samples, for example a group's number.
         """
         if self._sender is None:
             self._sender = _in_thread(self._send_queued)
@@ -441,7 +453,8 @@ class Link:
     def _send_queued(self) -> None:
         while True:
             samples, home, values = self._outgoing.get()
-            # One operation of the store: a replica that dies leaves no number that the trainers wait for.
+            # The announcement is one operation of the store. A replica that dies during it therefore leaves
+            # no half announcement that the trainers would wait for.
             self._thread_store.push(_SAMPLES, json.dumps([self.rank, len(samples), len(values)]))
             for content, target, tag in ((samples, self.train[0], 0), (values, self.train[home], _HELD_TAG)):
                 if content:
@@ -451,8 +464,9 @@ class Link:
     def receive_samples(self, timeout_s: float = 0.0) -> list[Delivery]:
         """Return the deliveries since the last call, in order of arrival, identical on all training ranks.
 
-        Collective over the training role. If nothing has arrived, waits at most `timeout_s` for the first.
-        Raises the error of the thread that sends weights: without weights no sample would come.
+        If nothing has arrived, this method waits at most `timeout_s` for the first delivery. It raises the
+        error of the thread that sends weights, because without weights no sample would come. Collective over
+        the training role.
         """
         self.check_threads()
         arrived: list[tuple[bytes, int]] = []
@@ -465,14 +479,15 @@ class Link:
         connects = self._sending is not None and self._sending.done() and self._sending.result() is None
         found = broadcast_object((self.leaders, arrived, connects), group=control_group())
         self.leaders, arrived, connects = found
-        if connects:  # the generators wait for it, and the samples may wait for the generators
+        # The generators wait for this connection, and the awaited samples may wait for the generators.
+        if connects:
             moved: Future = Future()
             moved.set_result(self.wait_sent())
             self._sending = moved
         deliveries = [self._delivery(content, num_held) for content, num_held in arrived]
         if self.excluded is None or not any(num_held for _, num_held in arrived):
             return [delivery for delivery in deliveries if delivery is not None]
-        # A sender may have died between its samples and their held values.
+        # A sender may have died after it sent the samples and before it sent their held values.
         arrive = gather_objects([delivery is not None for delivery in deliveries], control_group())
         return [
             found for found, everywhere in zip(deliveries, map(all, zip(*arrive))) if found and everywhere
@@ -513,7 +528,7 @@ class Link:
 
 
 def _weights(config: Config, hf: dict) -> list[list[Weight]]:
-    """Return lists of the weights that travel: the model's, and the adapters' if they travel beside it."""
+    """Return lists of the weights that are sent: the model's and, if they are sent apart, the adapters'."""
     weights, adapter = architecture(hf).weights(hf), config.adapter
     if not adapter.is_on or adapter.in_engine == "merged":
         return [weights]

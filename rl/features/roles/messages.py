@@ -1,4 +1,5 @@
-"""Messages of the trainers to the generators in the job's store, which each replica reads in order."""
+"""Messages of the trainers to the generators. They lie in the job's store, and each replica reads them in
+order."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,15 @@ from rl.runtime.plain_data import decode, encode
 
 @dataclass(frozen=True)
 class Begin:
-    """The first message: the state of the run when the generators start."""
+    """The first message. It describes the state of the run when the generators start."""
 
     cursor: dict[str, Any]
-    """State of the sampler of prompts before batch `batch`."""
+    """State of the order of prompts before batch `batch` is drawn."""
     batch: int
-    """Number of the first batch that was not learned from, counted from the beginning of the run."""
+    """Number of the first batch that the policy has not learned from. The run's first batch has number 0."""
     finished: frozenset[int]
-    """Numbers of groups from that batch on that exist already."""
+    """Numbers of groups whose samples the trainers have already, for example from a checkpoint. These groups
+    belong to batch `batch` or to later batches."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,20 @@ class NextBatch:
 
     step: int
     version: int
-    """Version of the weights; if the message before had another version, the weights are being sent."""
+    """Version of the weights. If the previous message had another version, the trainers are sending the
+    weights of this one."""
     batch: int
     """Number of the batch that the trainers wait for."""
     limit: int
     """Number of the first batch that may not begin yet: for example, 7 for batch 5 with roles.lag=1."""
     purpose: str
-    """Part of the seeds of this batch with `roles.lag` 0; with a lag the batch's number is used."""
+    """Text from which the seeds of this batch are derived if `roles.lag` is 0. With a lag, a text made of the
+    batch's number is used instead (`stream_schedule.batch_purpose`)."""
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Generate responses to these prompts, after all groups that may begin are complete."""
+    """Tells the generators to answer these prompts, after they have completed all groups that may begin."""
 
     step: int
     version: int
@@ -46,12 +50,12 @@ class Generate:
     sampling: Sampling
     seeds: list[int]
     keeps_failed: bool
-    """Whether a trajectory with a failed environment is a sample."""
+    """Whether a trajectory with a failed environment is returned as a sample."""
 
 
 @dataclass(frozen=True)
 class Complete:
-    """Complete all groups that may begin, with the present weights."""
+    """Tells the generators to complete all groups that may begin, with the present weights."""
 
 
 TrainerMessage = Begin | NextBatch | Generate | Complete
@@ -63,7 +67,7 @@ _END = "end"
 
 
 class TrainerMessages:
-    """The messages of one start of a job. Not collective.
+    """Sends or reads the messages of one start of a job. Not collective.
 
     Args:
         store: the job's store; this object opens a connection of its own.
@@ -80,12 +84,12 @@ class TrainerMessages:
         return name
 
     def skip(self) -> str:
-        """Return the name of the next message, which another trainer sends."""
+        """Count the next message, which another trainer sends, and return its name."""
         self._number += 1
         return str(self._number - 1)
 
     def take(self, timeout_s: float = 0.0) -> tuple[str, TrainerMessage] | None:
-        """Return the name and the content of the next message, None if none came within `timeout_s`."""
+        """Return the name and the content of the next message; None if none came within `timeout_s`."""
         name = str(self._number)
         if timeout_s:
             self._store.wait([name], timeout_s)
@@ -99,7 +103,7 @@ class TrainerMessages:
         self._store.set(_END, str(code))
 
     def exit_code(self) -> int | None:
-        """Return the argument of `end`, None if it was not called."""
+        """Return the exit code that `end` was called with; None if it was not called."""
         code = self._store.get(_END)
         return None if code is None else int(code)
 

@@ -1,4 +1,4 @@
-"""Roles as a form of sampling: some ranks train while others generate."""
+"""The form of sampling of a run with roles: some ranks train while others generate."""
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ from rl.stopping.requests import StopRequests
 
 
 class RolesForm(SamplerForm):
-    """A rank either trains, and asks others for samples, or generates."""
+    """Makes each rank a trainer, which asks other ranks for samples, or a generator, which answers."""
 
     def __init__(self, config: Config, inputs: Inputs, *, is_finished: bool):
         super().__init__(config, inputs, is_finished=is_finished)

@@ -1,4 +1,5 @@
-"""The schedule of the generators of a run with roles: an endless sequence of groups, sent as they complete.
+"""The schedule of the generators in a run with roles. The groups form an endless sequence, and a replica
+sends each group when the group is complete.
 
 Groups are numbered over all batches (`Batches`). The content of a batch depends only on the seed and on the
 number of the batch. Version n of the policy learns from batch n. (If an algorithm needs several batches for
@@ -8,9 +9,9 @@ example, with `roles.lag=1` the message for batch 5 allows batches 5 and 6.
 
 `roles.granularity` decides when a replica reads the next message: when all its samples are complete (batch),
 when no turn is in progress (turn), or between two engine steps (group, sample). With `rollout.deterministic`
-a replica reads each message except the first a fixed number of engine steps after its last sample of the
-previous batch. The engine takes no step until the message has arrived. Everything except the times then
-depends only on the seed.
+a replica reads each message, except the first, at a fixed engine step: `roles.refit_after_steps` steps after
+it has completed its groups of the previous batch. The engine takes no step until the message has arrived.
+Everything except the times then depends only on the seed.
 """
 
 from collections import deque
@@ -27,7 +28,7 @@ from rl.rollout.sampling import seed_of
 from rl.rollout.source import SampleSource, StartedSample
 
 WAIT_S = 0.5
-"""Maximum wait for a message in one call, in seconds."""
+"""Maximum time that one call waits for a message, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Batches:
     size: int
     """Number of prompts that a batch draws."""
     share: float = 1.0
-    """Share of a batch's prompts, the first ones, that the policy responds to (`teacher.student_share`)."""
+    """Fraction of a batch's prompts that the policy responds to, counted from the first prompt
+    (`teacher.student_share`)."""
 
     @classmethod
     def of_config(cls, config: Config) -> "Batches":
@@ -61,19 +63,23 @@ class Batches:
 
 
 def batch_purpose(batch: int) -> str:
-    """Return the part of the seeds that names the batch, for a batch that begins before its step."""
+    """Return the text from which the seeds of a batch are derived, if the batch begins before its step.
+
+    For example, batch 4 has the text "train.5".
+    """
     return f"train.{batch + 1}"
 
 
 class StreamSchedule:
-    """The groups that a replica generates (a `Schedule`).
+    """Starts the groups that a replica generates (a `Schedule`).
 
     Args:
-        draw: returns the prompts of the next batch.
-        queue: gives this replica its groups; without `rollout.deterministic` counted from batch
-            `begin.batch`.
+        draw: draws the given number of prompts, and returns them; called once per batch.
+        queue: gives this replica the numbers of its groups. With `rollout.deterministic` they are the numbers
+            of `Batches`; otherwise 0 is the first group of batch `begin.batch`.
         send: takes the number of a group, the fingerprint of its prompt and its samples.
-        take_over: claims one of the given items that a dead replica began; returns None if there is none.
+        take_over: claims one of the given items that belongs to a dead replica, and returns it; None if there
+            is no such item.
     """
 
     def __init__(
@@ -96,7 +102,7 @@ class StreamSchedule:
         self._group_size = config.rollout.samples_per_prompt
         self.together = 1 if self._granularity == "sample" else self._group_size
         self._next_batch = begin.batch
-        """Number of the batch of the next message."""
+        """Number of the batch for which the trainers will wait when they send the next message."""
         self._purpose = ""
         self._prompts: dict[int, list[Prompt]] = {}
         self._num_drawn = begin.batch
@@ -105,12 +111,14 @@ class StreamSchedule:
         self._held: int | None = None
         """The next group of this replica, if it was drawn from the queue."""
         self._open: dict[int, list[list[Sample]]] = {}
-        """Rows of the finished samples of the groups that have begun."""
+        """For each group that has begun and is not complete: the rows of each of its finished samples."""
         self._due_at: int | None = None
+        """Engine step before which to read the next message, with `rollout.deterministic`."""
         self._next_message: NextBatch | None = None
-        """A message that has been read; its weights are taken when no turn is in progress."""
+        """A message that has been read and not yet applied. With granularity "turn" it is applied when no
+        turn is in progress."""
         self.barrier: tuple[str, TrainerMessage] | None = None
-        """Name and message that end the engine's run: any message but a `NextBatch`."""
+        """Name and content of a message that ends the engine's run: any message except a `NextBatch`."""
 
     # Schedule ---------------------------------------------------------------------------------------------
 
@@ -120,11 +128,12 @@ class StreamSchedule:
         return [self._waiting.popleft() for _ in range(min(self.together, len(self._waiting)))]
 
     def next_events(self, step: int, source: SampleSource) -> list[Event]:
-        # Between two turns a message comes first. Otherwise the time that environments take would decide
-        # whether the next turns, or further groups, begin before or after the weights of a fixed step.
+        # If samples are open but no turn is running, read a message before starting anything. Otherwise the
+        # time that environments take would decide whether the next turns, or further groups, begin before or
+        # after the weights that are due at a fixed step.
         fills = source.num_open > 0 and not source.running
         events = [] if fills or self._next_message else source.fill()
-        # At most one message: its weights must be taken before the next one can come.
+        # Read at most one message, because the engine must take its weights before the next message can come.
         if not self.barrier and not self._next_message and self._reads_next(source.num_open, step):
             is_due = self._due_at is not None
             taken = self._messages.take(WAIT_S if is_due or not source.num_open else 0.0)
@@ -162,7 +171,7 @@ class StreamSchedule:
             return True
         if self._granularity == "batch" or not self._config.rollout.deterministic:
             return self._granularity != "batch"
-        # Read it only if this replica has completed its groups of all batches before the message's batch.
+        # Read it only if this replica has completed its groups of all batches before that batch.
         if min((*self._open, self._next_group())) < self._batches.first(self._next_batch):
             return False
         if self._due_at is None:
@@ -180,7 +189,7 @@ class StreamSchedule:
     # Groups -----------------------------------------------------------------------------------------------
 
     def _begin_group(self) -> bool:
-        """Begin the next group of this replica; return False if none is allowed yet."""
+        """Begin the next group of this replica; return False if the messages do not allow it yet."""
         if self._next_group() >= self._limit:
             return False
         group, self._held = self._next_group(), None
@@ -189,7 +198,7 @@ class StreamSchedule:
 
     def _begin_abandoned(self) -> bool:
         """Begin a group of a replica that has died; return False if there is none."""
-        awaited = self._batches.first(self._next_batch - 1)  # the trainers have all groups before it
+        awaited = self._batches.first(self._next_batch - 1)  # the trainers have all earlier groups
         items = range(max(0, awaited - self._first), self._limit - self._first)
         while (item := self._take_over(items)) is not None:
             if self._first + item not in self._finished:
@@ -206,7 +215,7 @@ class StreamSchedule:
         oldest = min(self._batches.of(min((*self._open, group))), self._next_batch - 1)
         for done in [number for number in self._prompts if number < oldest]:
             del self._prompts[done]
-        # With a lag, a batch begins before the step that learns from it is known.
+        # With a lag, a batch may begin before the trainers announce the step that learns from it.
         purpose = batch_purpose(batch) if self._lag else self._purpose
         seed = seed_of(self._config.run.seed, purpose, place)
         self._open[group] = []
@@ -216,7 +225,8 @@ class StreamSchedule:
     def _next_group(self) -> int:
         """Return the next group of this replica, skipping groups that exist already."""
         while self._held is None or self._held in self._finished or self._held < self._first:
-            item = next(self._queue)  # it has no end
-            # A fixed rule gives a group to the same replica after a resume; a counter begins again.
+            item = next(self._queue)  # the queue has no end
+            # With rollout.deterministic a fixed rule assigns groups by number, also after a resume. Otherwise
+            # a counter assigns them, which begins at 0 in each start.
             self._held = item if self._config.rollout.deterministic else self._first + item
         return self._held

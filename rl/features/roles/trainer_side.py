@@ -1,4 +1,4 @@
-"""Generation on other ranks (`roles`): the trainers' side, with the interface of `Generation`."""
+"""The trainers' side of a run with roles: a sampler whose samples come from other ranks."""
 
 import sys
 from collections import Counter
@@ -35,20 +35,20 @@ from rl.stopping.requests import StepAborted, StopRequests
 from rl.training.engine import TrainingEngine
 
 WAIT_S = 1.0
-"""Time between two looks for a stop request while samples are awaited, in seconds."""
+"""Time between two checks for a stop request while the trainers wait for samples, in seconds."""
 
 Interrupt = Callable[[], bool] | None
 """Returns whether a stop was requested; None if the call cannot be aborted."""
 
 
 class GenerationByRoles(Sampler):
-    """Asks the generators for samples, and gives them the weights. Methods are collective over the trainers.
+    """Asks the generators for samples, and sends them the weights. Methods are collective over the trainers.
 
-    Batches are consumed whole and in their order, so the groups before a batch are consumed exactly once. A
-    checkpoint holds the number of the next batch, and the groups after it that have arrived.
+    The trainers consume whole batches in order, so each group is consumed exactly once. A checkpoint holds
+    the number of the next batch, and the groups of this and later batches that have arrived.
 
     Args:
-        stop: requests that may abort the wait for a batch; None if none may.
+        stop: requests that may abort the wait for a batch; None if no request may.
         dialogues: makes batches of the samples.
     """
 
@@ -77,14 +77,17 @@ class GenerationByRoles(Sampler):
         self._num_asked = 0
         """Number of batches that the generators may begin."""
         self._groups: dict[int, Delivery] = {}
-        """Groups that have arrived and are not learned from, by number. The key of a delivery has two parts:
-        the group's number and its prompt's fingerprint, or the name of a `Generate`; and the sums of
-        `Dialogue.counts` since the delivery before."""
+        """Groups that have arrived and that the policy has not learned from, by number.
+
+        The key of a delivery is a pair. For a group, its first part is the group's number with the
+        fingerprint of its prompt; for an answer to a `Generate`, it is the message's name. The second part is
+        the sums of `Dialogue.counts` since the previous delivery."""
         self._taken: list[tuple[int, int]] = []
-        """(group, index of its prompt) for each group of this step."""
+        """(number of the group, index of its prompt) for each group that this step has taken."""
         self._consumed_log = ConsumedLog(config.run.dir)
         self._answers: dict[str, dict[int, Delivery]] = {}
-        """Answers to a `Generate` by the rank of the replica's leader, by the message's name."""
+        """Answers to each `Generate` that is still awaited: name of the message -> rank of the replica's
+        leader -> answer."""
         self._claims = None
         self._first = 0
         """Number of the first group of this start."""
@@ -104,27 +107,30 @@ class GenerationByRoles(Sampler):
         self._send(Begin(cursor["sampler"], self._num_learned, frozenset(self._groups)))
 
     def end(self, code: int) -> None:
-        """End the generators, which drop what they generate. code: exit code of the run."""
+        """End the generators; they drop unfinished samples. code: exit code of the run."""
         if dist.get_rank() == 0:
             self._messages.end(code)
 
     def check(self, batch: Batch) -> None:
-        """Log the staleness of the batch, and the bytes of its held columns, too."""
+        """Log the staleness of the batch, and the bytes of its held columns.
+
+        Raises StaleTokens if a token is older than `roles.lag` allows.
+        """
         self._step.metrics |= check_staleness(batch, self._policy.version, self._config.roles.lag)
         self._log_held(batch, self._link.held)
         self._link.held = ColumnBytes()
 
     def learned(self) -> None:
-        """Note that the algorithm has learned from the batches of this step, also in `consumed.jsonl`.
+        """Note that the algorithm has learned from the batches of this step.
 
-        Rank 0 writes.
+        Rank 0 writes the step's groups to `consumed.jsonl`, too.
         """
         before = self._batches.first(self._num_learned)
         self._num_learned = self._next_batch
         first = self._batches.first(self._num_learned)
         if dist.get_rank() == 0:
             if self._claims is not None:
-                # A replica may still search in the batches of this step.
+                # Keep the claims of this step's batches, because a replica may still search in them.
                 self._claims.forget(range(self._kept, before - self._first))
                 self._kept = before - self._first
             self._step.fence()
@@ -136,8 +142,8 @@ class GenerationByRoles(Sampler):
     def before_save(self) -> None:
         """Wait for all groups that the generators may have begun, so that a checkpoint holds them.
 
-        Without the wait, a resumed run would generate these groups again, with newer weights. Only for runs
-        that must be repeatable, and for stops that wait for samples.
+        Without the wait, a resumed run would generate these groups again, with newer weights. It waits only
+        with rollout.deterministic=true or run.on_stop_in_generation=finish.
         """
         if self._config.rollout.deterministic or self._config.run.on_stop_in_generation == "finish":
             groups = range(self._batches.first(self._num_learned), self._batches.first(self._num_asked))
@@ -163,10 +169,10 @@ class GenerationByRoles(Sampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint. Groups that would be too old by the time of their batch are dropped.
 
-        Raises ConfigError if batches or groups have another size.
+        Raises ConfigError if batches or groups have another size than in the saved run.
         """
         super().load_state_dict(state)
-        if "roles" not in state:  # of a run without
+        if "roles" not in state:  # the saved run had no roles
             self._next_batch = self._num_learned = self._num_asked = state["step"]
             return
         state = state["roles"]
@@ -194,20 +200,23 @@ class GenerationByRoles(Sampler):
     # Generation -------------------------------------------------------------------------------------------
 
     def refit(self) -> None:
-        """Begin to send the policy's weights, if the generators have others."""
+        """Begin to send the policy's weights, if the last weights sent are of another version."""
         if self._sent_version != self._policy.version:
             self._sent_version = self._policy.version
             self._link.send_weights(self._policy.version)
 
     def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
-        """Return the next batch of the stream. prompts: the batch's prompts, as the trainers drew them."""
+        """Return the next batch of the stream.
+
+        prompts: the prompts that the trainers drew; the generators draw the same prompts for this batch.
+        """
         groups = self._batches.groups(self._next_batch)
         if len(prompts) != len(groups):
             raise ValueError(
                 f"algorithm={self._config.algorithm} generates for {len(prompts)} prompts at once, but "
                 f"with roles it must be the {len(groups)} of draw_prompts()."
             )
-        self.refit()  # has an effect only if the step has updated the policy before
+        self.refit()  # sends weights only if this step has already updated the policy
         step, number = self._step, self._next_batch
         later = min(self._config.roles.lag, self._config.run.max_steps - step.number)
         self._num_asked = number + later + 1
@@ -231,7 +240,7 @@ class GenerationByRoles(Sampler):
         def receive(bar: bars.Counter, interrupt: Interrupt) -> list[Delivery]:
             found: list[Delivery] = []
             places = list(range(len(prompts)))
-            while places:  # again only if a replica has died
+            while places:  # repeated only if a replica has died
                 own = [self._dialogues.sent(prompts[place]) for place in places]
                 own_seeds = [seeds[place] for place in places]
                 message = Generate(self._step.number, version, own, call.sampling, own_seeds, keeps_failed)
@@ -244,7 +253,7 @@ class GenerationByRoles(Sampler):
         return self._awaited(receive, call)
 
     def _generate(self, message: Generate, bar: bars.Counter, interrupt: Interrupt) -> list[Delivery]:
-        """Ask for samples; return the answers of the replicas that live."""
+        """Ask all replicas for samples; return the answers of the replicas that live."""
         name = self._send(message)
         answers = self._answers[name] = {}
         self._receive(lambda: answers.keys() >= {*self._link.leaders}, bar, interrupt)
@@ -256,7 +265,7 @@ class GenerationByRoles(Sampler):
     def _awaited(
         self, receive: Callable[[bars.Counter, Interrupt], list[Delivery]], call: SampleCall
     ) -> Batch:
-        """Return the samples of `receive` as a batch, and log for how long they were awaited."""
+        """Return the samples of `receive` as a batch, and log how long the trainers waited for them."""
         awaited = self._call("wait_samples", call.ids, call.num_samples, call.timing, self._stop)
         with awaited as (bar, interrupt):
             found = receive(bar, interrupt)
@@ -267,7 +276,10 @@ class GenerationByRoles(Sampler):
     def _receive(
         self, done: Callable[[], bool], bar: bars.Counter | None = None, interrupt: Interrupt = None
     ) -> None:
-        """Take what the generators send until `done`. Raises StepAborted after a stop request."""
+        """Take deliveries from the generators until `done()` is true.
+
+        Raises StepAborted if `interrupt` reports a stop request on any rank.
+        """
         while not done():
             for delivery in self._link.receive_samples(WAIT_S):
                 if not self._keep(delivery):
@@ -278,7 +290,11 @@ class GenerationByRoles(Sampler):
                 raise StepAborted
 
     def _keep(self, delivery: Delivery) -> bool:
-        """Keep a delivery; return False if it is not needed, because a replica seemed to have died."""
+        """Keep a delivery; return False if it is not needed.
+
+        A delivery is not needed if another replica, which took over the work, has delivered it already. This
+        happens if the first replica seemed to have died.
+        """
         key, _ = delivery.key
         if isinstance(key, str):
             if key in self._answers:
@@ -295,7 +311,11 @@ class GenerationByRoles(Sampler):
         return True
 
     def _check_groups(self, groups: range, ids: list[np.ndarray]) -> None:
-        """Raise if a group has another prompt than the trainers drew, or is older than `roles.lag`."""
+        """Check that each group has the trainers' prompt, and that no token is too old.
+
+        Raises Disagreement if a group has another prompt than the trainers drew. Raises StaleTokens if a
+        token is older than `roles.lag` allows.
+        """
         version, lag = self._policy.version, self._config.roles.lag
         for group, prompt in zip(groups, ids):
             ((_, own), _), rank, samples = self._groups[group]
@@ -322,7 +342,7 @@ class GenerationByRoles(Sampler):
         return self._messages.put(message) if dist.get_rank() == 0 else self._messages.skip()
 
     def _wait_for_readers(self) -> None:
-        """Wait until every generator has the weights; the trainer may change them afterwards."""
+        """Wait until every generator has the weights. Afterwards the trainer may change them."""
         with self._step.phase("wait_weights", timing="update_weights"):
             moved = self._link.wait_sent()
         if moved is not None:
@@ -334,5 +354,8 @@ class GenerationByRoles(Sampler):
 
 
 def _oldest(samples: list[Sample]) -> int:
-    """Return the oldest version that sampled a token of the samples."""
+    """Return the oldest version of the weights that sampled a token of these samples.
+
+    Returns sys.maxsize if the samples have no tokens.
+    """
     return min((int(s.weight_versions.min()) for s in samples if len(s.token_ids)), default=sys.maxsize)
