@@ -194,6 +194,13 @@ def watched_run(config: "Config", points: "list[Config]", ranks: "Ranks", device
             )
         with fail_together():
             inputs = Inputs(config, ranks.world_size)
+        if not device.is_cuda and ranks.rank == 0 and not points:
+            from rl.dry_run.host import memory_warning
+            from rl.faults.process import host_bytes_available, resident_bytes
+
+            own = ranks.local_world_size * resident_bytes()
+            if warning := memory_warning(config, ranks, host_bytes_available() + own):
+                print(f"warning: {warning}", file=sys.stderr, flush=True)
         start_up.mark("inputs")
         if points:
             run_points = wing.door(config, "run")  # imports Megatron and vLLM, so only now

@@ -87,7 +87,7 @@ TABLES = {
         published.measure,
     ),
     "measured": BenchTable(
-        "Seconds of a step that the dry run predicts / measured here, by phase",
+        "Seconds of a step and memory that the dry run predicts / measured here",
         "predicted / measured, sum of the phases",
         measured.add_arguments,
         measured.measure,

@@ -56,7 +56,7 @@ def single_changes(config: Config, world_size: int) -> Iterator[tuple[str, objec
     training = config.training
     if training.recompute != "full":
         yield "training.recompute", "full"
-    for divisor in (2, 4):
+    for divisor in (2, 4, 8, 16):
         if training.micro_batch_tokens // divisor >= 1024:
             yield "training.micro_batch_tokens", training.micro_batch_tokens // divisor
     sizes = {f"training.{name}": getattr(training, name) for name in ("tp", "pp", "cp", "ep")}
@@ -72,7 +72,7 @@ def _fitting(before: Estimate, values: dict[str, object], world_size: int) -> Ch
     """Return the change with these values, and a lower engine's share if needed; None if it does not fit."""
     try:
         after = changed(before, with_values(before.config, values), world_size)
-        if after.problems and after.memory.engine is not None:
+        if after.problems and after.memory.engine is not None and not after.hardware.is_cpu:
             share = _share_left(after)
             if share < LEAST_SHARE:
                 return None

@@ -152,7 +152,8 @@ def _estimate(
             policy = replace(policy, weights=policy.weights + models["mtp"].weights)
         refit = plan_refit(config, layout, policy, hardware, points=points)
         # The buffer limit bounds the plan's messages unless one row of a weight is larger.
-        memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
+        connections = 0 if hardware.is_cpu else refit.connections
+        memory = replace(memory, refit_buffers=refit.largest_batch, connections=connections)
     other_refit = None
     if refit is not None and config.adapter.is_on:
         other = with_form(config, "merged" if config.adapter.in_engine == "adapter" else "adapter")

@@ -19,6 +19,8 @@ class Hardware:
 
     gpu_memory_gib: float = 80.0
     """memory of a GPU in GiB"""
+    host_memory_gib: float = 0.0
+    """memory in GiB of a node without GPUs, whose ranks share it and compute on CPUs; 0: a rank has a GPU"""
     ranks_per_node: int = 8
     """ranks (GPUs) of a node"""
     tflops: float = BF16_TFLOPS["H100"]
@@ -61,8 +63,6 @@ class Hardware:
     """launches of a layer's kernels in a training pass in one direction, ms: the minimum for few tokens"""
     update_ms: float = 30.0
     """launches of an optimizer step and its checks, ms (about 3,000 of 10 microseconds)"""
-    launches_ahead: int = 1
-    """1: kernels compute while the next ones are launched, as on a GPU; 0: not, as on a CPU"""
     backward_launches: float = 2.0
     """launches of a layer's backward pass / launches of its forward pass"""
     cores_per_rank: float = 1.0
@@ -75,18 +75,30 @@ class Hardware:
     this program's refit moves planned batches"""
     reserve_gib: float = 4.0
     """GiB of a GPU for CUDA context, NCCL, libraries' workspaces, CUDA graphs and fragmentation"""
+    process_gib: float = 0.9
+    """GiB of a rank on CPUs for torch, vLLM, Megatron and transformers, measured on Linux with glibc 2.36"""
     expert_imbalance: float = 1.5
     """tokens of the busiest rank's experts over the mean, for activations and time"""
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether ranks compute on CPUs. Kernels are then not launched ahead, and nothing is offloaded."""
+        return self.host_memory_gib > 0
+
+    @property
+    def memory_gib(self) -> float:
+        """Memory of a rank in GiB: a GPU's, or its share of a node's."""
+        return self.host_memory_gib / self.ranks_per_node if self.is_cpu else self.gpu_memory_gib
+
+    @property
     def memory(self) -> float:
-        """Memory of a GPU, in bytes."""
-        return self.gpu_memory_gib * GIB
+        """Memory of a rank, in bytes."""
+        return self.memory_gib * GIB
 
     @property
     def reserve(self) -> float:
-        """Reserved memory of a GPU, in bytes."""
-        return self.reserve_gib * GIB
+        """Reserved memory of a rank, in bytes."""
+        return (self.process_gib if self.is_cpu else self.reserve_gib) * GIB
 
     @property
     def turns(self) -> float:
@@ -135,6 +147,8 @@ def from_options(arguments: argparse.Namespace) -> Hardware:
     """Return the machine from the parsed options. Raises ValueError if a figure is not positive."""
     values = {figure.name: getattr(arguments, figure.name) for figure in fields(Hardware)}
     for name, value in values.items():
-        if not value > 0 and name != "launches_ahead":
+        if not value > 0 and not value == 0 == getattr(Hardware, name):
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}, but must be greater than 0.")
+    if values["host_memory_gib"]:
+        values["ranks_per_node"] = min(values["ranks_per_node"], arguments.world_size)
     return Hardware(**values)

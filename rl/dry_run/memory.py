@@ -1,9 +1,12 @@
-"""GPU memory in training, refit and generation, by kind, for each pipeline stage.
+"""Memory of a rank in training, refit and generation, by kind, for each pipeline stage.
 
 Weights, gradients and optimizer state are exact (tests/ranks/dry_run). Activations are estimated from the
 widths of the layers: the elements that the backward pass of packed rows needs, in the model's dtype.
 `Hardware.reserve` covers the rest. Under sequence parallelism a tensor parallel rank keeps T/tp of the T
 tokens of a micro-batch between the tensor parallel regions.
+
+Ranks on CPUs keep all models and the engine's weights in all phases. Their activations are those of
+unfused layers, and glibc keeps a share of the freed memory.
 """
 
 import math
@@ -26,6 +29,12 @@ from rl.models.sizes import ffn_width, layer_kinds, num_kv_heads
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384
 """Maximum tokens of one engine step: vLLM's default max_num_batched_tokens on a GPU of 70 GiB or more."""
+BATCHED_TOKENS_ON_CPU = 4096
+"""Maximum tokens of one engine step per tensor parallel rank: vLLM's default on CPUs."""
+RETAINED = 0.75
+"""Freed memory that glibc can neither use for the next micro-batch nor return / activations of a micro-batch
+(0.64 to 0.84 with SmolLM2-135M): small objects are between tensors, and blocks of aligned memory do not fit
+again."""
 HEAD_COPIES = 2
 """Number of arrays of a chunk's logits, in the weights' dtype, that coexist in rl.training.logprobs on CUDA:
 the current chunk's, and the previous chunk's, which is still referenced."""
@@ -146,7 +155,8 @@ class EngineMemory:
     """Bytes and tokens of the generation engine on a rank."""
 
     budget: float
-    """gpu_memory_utilization times the GPU's memory, for weights, workspace and cache."""
+    """Bytes for weights, workspace and cache: gpu_memory_utilization times the GPU's memory, or on CPUs what
+    they take with rollout.cpu_kv_cache_mib."""
     weights: int
     workspace: float
     """Activations of a step's tokens and the sampler's logits."""
@@ -220,6 +230,8 @@ class MemoryEstimate:
         """Return the bytes on a rank of the stage in a phase."""
         states = sum(self.stays(phase, state).total for state in stage.states.values())
         stays = states + self.judge + self.connections + self.hardware.reserve
+        if self.hardware.is_cpu:
+            stays += self.away + self.reference + self.optimizer_in_host + self.idle_engine(phase)
         if phase == "training" or self.engine is None:
             returned = max(state.returned for state in stage.states.values())
             return stays + max(stage.activations + stage.head, returned)
@@ -228,21 +240,28 @@ class MemoryEstimate:
             return stays + weights + self.refit_buffers
         return stays + self.engine.budget
 
+    def idle_engine(self, phase: str) -> int:
+        """Return the bytes of the engine's weights while the rank trains; 0 on a GPU, which discards them."""
+        is_idle = self.hardware.is_cpu and phase == "training" and not self.is_split
+        return self.engine.weights if self.engine is not None and is_idle else 0
+
     def problems(self) -> list[str]:
         """Return one sentence for each thing that does not fit."""
         out, available = [], self.hardware.memory
+        owner = "a rank's share of the host" if self.hardware.is_cpu else "a GPU"
         for phase in ("training", "refit", "generation") if self.engine else ("training",):
             total, stage = self.peak(phase)
             if total > available:
                 out.append(
                     f"{phase} needs {_gib(total)} GiB on stage {stage}, {_gib(total - available)} GiB more "
-                    f"than the {self.hardware.gpu_memory_gib:g} GiB of a GPU"
+                    f"than the {self.hardware.memory_gib:g} GiB of {owner}"
                 )
         if self.engine is not None and self.engine.cache_tokens < self.engine.max_tokens:
             out.append(
                 f"the engine's share of {_gib(self.engine.budget)} GiB leaves "
                 f"{_gib(max(0, self.engine.cache))} GiB for the KV cache, {self.engine.cache_tokens} "
                 f"tokens, but one sequence may have {self.engine.max_tokens} tokens"
+                f"{'; raise rollout.cpu_kv_cache_mib' if self.hardware.is_cpu else ''}"
             )
         return out
 
@@ -302,6 +321,10 @@ def estimate_memory(
         learning = [model for model in on_grid.values() if model.run.learns]
         # One model computes at a time, so the largest counts.
         work = max(_activations(config, layout, model, stage, hardware, head) for model in learning)
+        if hardware.is_cpu:
+            # gloo reduces a copy of the gradients, while glibc keeps the memory of the activations.
+            copied = max(state.gradients for state in states.values())
+            work = ((1 + RETAINED) * work[0], max(work[1], copied))
         stages.append(StageMemory(states, *work))
     references = [
         adapters.get(name, counts[name])[0 if layout.pp == 1 else 1]
@@ -309,13 +332,14 @@ def estimate_memory(
         if model.run.keeps_reference
     ]
     judge = models["judge"] if "judge" in models else None
+    auto = "none" if hardware.is_cpu else "all"
     return MemoryEstimate(
         stages,
         engine_memory(config, layout, models, hardware, points=points) if needs_engine(config) else None,
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
         refit_buffers=config.refit.buffer_mib << 20,
         connections=0,
-        offload="all" if config.training.offload == "auto" else config.training.offload,
+        offload=auto if config.training.offload == "auto" else config.training.offload,
         reference=points * sum(itemsize * count.parameters for count in references),
         is_split=layout.is_split,
         hardware=hardware,
@@ -380,9 +404,15 @@ def model_state(
     )
 
 
-def longest_row(config: Config) -> int:
+def longest_row(config: Config, layout: Layout) -> int:
     """Return the maximum tokens of a micro-batch; a longer sequence forms a micro-batch alone."""
-    return max(config.training.row_tokens, longest_sequence(config))
+    prompts = config.training.prompts_per_minibatch or config.data.prompts_per_step
+    tokens, samples = longest_sequence(config), config.rollout.samples_per_prompt
+    if config.training.shared_prefix and sequences_per_prompt(config) == samples:
+        whole = prompts * (config.data.max_prompt_tokens + samples * config.rollout.max_response_tokens)
+    else:
+        whole = prompts * sequences_per_prompt(config) * tokens
+    return max(min(config.training.row_tokens, math.ceil(whole / layout.dp)), tokens)
 
 
 def longest_sequence(config: Config) -> int:
@@ -430,7 +460,7 @@ def _activations(
     The peak is in the backward pass of a layer or of a head: the head for log-probs, or the policy's head for
     multi-token prediction (`predictor`), which computes after the last layer's forward pass.
     """
-    itemsize, row = ITEMSIZE[config.model.dtype], longest_row(config)
+    itemsize, row = ITEMSIZE[config.model.dtype], longest_row(config, layout)
     tokens = math.ceil(row / layout.cp)
     kept_tokens = tokens / layout.tp if layout.sequence_parallel else tokens
     number = num_micro_batches(config, layout, longest_sequence(config))
@@ -438,15 +468,17 @@ def _activations(
     hidden, imbalance = model.hf["hidden_size"], hardware.expert_imbalance
     chunks = chunk_ranges(model.num_layers, layout.pp, layout.vpp)[stage]
     own = [layer for first, stop in chunks for layer in range(first, stop)]
-    layers = [layer_elements(model, layer, layout, tokens, imbalance) for layer in own]
-    saved, working, kept_keys = kept_and_computed_again(
-        config.training,
-        layers,
-        [
-            layer_elements(model, layer, layout, tokens, imbalance, kept_parts(config.training))
+
+    def elements(parts: Kept) -> list[float]:
+        more = unfused_elements if hardware.is_cpu else lambda *_: 0.0
+        return [
+            layer_elements(model, layer, layout, tokens, imbalance, parts)
+            + more(model, layer, layout, tokens, itemsize, parts)
             for layer in own
-        ],
-        hidden * kept_tokens,
+        ]
+
+    saved, working, kept_keys = kept_and_computed_again(
+        config.training, elements(EVERYTHING), elements(kept_parts(config.training)), hidden * kept_tokens
     )
     saved, working = saved * itemsize, working * itemsize
     # The gathered input of a tensor parallel region and the gradient of the widest activation.
@@ -463,7 +495,7 @@ def _activations(
         working += keys
     head = 0.0
     if stage == layout.pp - 1:
-        head = _head(config, layout, model, tokens, itemsize)
+        head = _head(config, layout, model, tokens, itemsize, is_cpu=hardware.is_cpu)
         if predictor is not None and predictor.run.learns and model.run.name == "policy":
             head = max(head, _prediction(config, layout, predictor, tokens, imbalance, itemsize))
     if head > working:
@@ -520,6 +552,28 @@ def layer_elements(
     return (shared + rotated + norms) * tokens + experts * model.experts_per_token * per_rank * imbalance
 
 
+def unfused_elements(
+    model: ModelShape, layer: int | None, layout: Layout, tokens: float, itemsize: int, parts: Kept
+) -> float:
+    """Return the elements that a dense layer keeps on a CPU beyond `layer_elements`.
+
+    A gated MLP also keeps the activated gate and a copy of its other half. A norm also keeps its normalised
+    input; with 16 bits it keeps this and its input in float32 instead of the input. The outputs of the last
+    products of the attention and of the MLP are not kept.
+    """
+    cut_in, hidden = layout.tp if layout.sequence_parallel else 1, model.hf["hidden_size"]
+    found = (2 if itemsize == 4 else 6) * hidden / cut_in
+    for weight in (part.weight for part in model.parts):
+        if weight.layer != layer or len(weight.shapes[0]) < 2 or not parts.holds(weight):
+            continue
+        rows = sum(shape[0] for shape in weight.shapes)
+        if "linear_fc1" in weight.megatron and len(weight.shapes) == 2:
+            found += rows / layout.tp * (1 if weight.expert is None else model.experts_per_token)
+        elif weight.expert is None and len(weight.shapes) == 1 and rows == hidden:
+            found -= rows / cut_in
+    return found * tokens
+
+
 def _key_elements(model: ModelShape) -> float:
     """Return the elements of keys and values per token and layer, over all heads (MLA: after projection)."""
     heads = num_kv_heads(model.hf) / model.hf["num_attention_heads"]
@@ -548,7 +602,9 @@ def _widest(model: ModelShape, layout: Layout) -> float:
     return max(2 * ffn_width(model.hf), 3 * query) / layout.tp
 
 
-def _head(config: Config, layout: Layout, model: ModelShape, tokens: int, itemsize: int) -> float:
+def _head(
+    config: Config, layout: Layout, model: ModelShape, tokens: int, itemsize: int, *, is_cpu: bool
+) -> float:
     """Return the bytes of the head's computation on the last stage.
 
     These are the hidden states of all tokens, gathered and selected, and their gradient. Log-probs add a
@@ -562,6 +618,8 @@ def _head(config: Config, layout: Layout, model: ModelShape, tokens: int, itemsi
     rows = _head_rows(layout, model)
     chunk = min(config.training.head_chunk(rows), tokens)
     gradient = 0 if model.adapters else (4 + itemsize) * rows * hidden
+    if is_cpu:  # logits, a copy relative to the largest one and its exponentials, both in float32
+        return states + max((itemsize + 8) * chunk * rows, 8 * chunk * rows + gradient)
     return states + HEAD_COPIES * itemsize * chunk * rows + gradient
 
 
@@ -606,6 +664,7 @@ def engine_memory(
     if model.num_experts:
         width += model.experts_per_token * 2 * hidden
     sampler = 3 * 4 * rollout.max_concurrent_samples * vocab
+    step_tokens = BATCHED_TOKENS_ON_CPU * rollout.tp if hardware.is_cpu else BATCHED_TOKENS
     in_fp8 = count_engine(parts_in_fp8(config, model), placement)[0]
     saved = in_fp8 * (itemsize - 1) - 4 * in_fp8 // FP8_BLOCK**2
     cached = [model.cache_elements(rollout.tp)]
@@ -614,14 +673,20 @@ def engine_memory(
         own, in_float32 = count_engine(drafter.parts, layout.rollout_placement(drafter))
         elements, float32 = elements + own + drafter.derived_elements(rollout.tp), float32 + in_float32
         cached.append(drafter.cache_elements(rollout.tp))
+    weights, workspace = itemsize * elements + 4 * float32 - saved, step_tokens * width * itemsize + sampler
+    states = rollout.max_concurrent_samples * model.state_bytes(rollout.tp, itemsize)
+    budget = rollout.gpu_memory_utilization * hardware.memory
+    if hardware.is_cpu:
+        workspace += itemsize * count_engine(linear_parts(model), placement)[0]  # oneDNN's packed copies
+        budget = weights + workspace + states + (rollout.cpu_kv_cache_mib << 20)
     return EngineMemory(
-        rollout.gpu_memory_utilization * hardware.memory,
-        itemsize * elements + 4 * float32 - saved,
-        BATCHED_TOKENS * width * itemsize + sampler,
+        budget,
+        weights,
+        workspace,
         itemsize * sum(cached),
         longest_sequence(config),
         staged=itemsize * in_fp8 / REFIT_GROUPS,
-        states=rollout.max_concurrent_samples * model.state_bytes(rollout.tp, itemsize),
+        states=states,
     )
 
 

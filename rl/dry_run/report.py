@@ -82,7 +82,7 @@ def _head(estimate: Estimate) -> str:
         grid += f"; experts: ep {layout.ep} x etp {layout.etp} x dp {layout.expert_dp}"
     lines = [
         f"{config.run.name}: {config.algorithm}, {layout.num_ranks} ranks on {_count(nodes, 'node')}, "
-        f"GPUs of {hardware.gpu_memory_gib:g} GiB, {config.model.dtype}"
+        f"{'CPUs with' if hardware.is_cpu else 'GPUs of'} {hardware.memory_gib:g} GiB, {config.model.dtype}"
     ]
     for model in estimate.models.values():
         words = f"{model.parameters / 1e9:.2f} B parameters" + ("" if model.run.learns else ", frozen")
@@ -138,7 +138,7 @@ def _memory(estimate: Estimate) -> str:
     """Return the table of GiB by kind, at the fullest stage of each phase."""
     memory, phases = estimate.memory, _phases(estimate)
     worst = {phase: memory.stages[memory.peak(phase)[1]] for phase in phases}
-    rows = [["GiB of a GPU", *phases]]
+    rows = [[f"GiB of a {'rank' if memory.hardware.is_cpu else 'GPU'}", *phases]]
     for name in memory.stages[0].states:
         for kind in ("weights", "gradients", "optimizer"):
             values = [getattr(memory.stays(phase, worst[phase].states[name]), kind) for phase in phases]
@@ -148,7 +148,8 @@ def _memory(estimate: Estimate) -> str:
     rows.append(["activations", *_gib([worst["training"].activations, *zero])])
     rows.append(["log-prob head", *_gib([worst["training"].head, *zero])])
     if engine := memory.engine:
-        rows.append(["engine: weights", *_gib([0.0, engine.weights, engine.weights])])
+        idle = memory.idle_engine("training")
+        rows.append(["engine: weights", *_gib([idle, engine.weights, engine.weights])])
         if engine.staged:
             rows.append(["engine: staged weights", *_gib([0.0, engine.staged, 0.0])])
         rows.append(["engine: activations", *_gib([0.0, 0.0, engine.workspace])])
@@ -160,7 +161,7 @@ def _memory(estimate: Estimate) -> str:
         rows.append(["judge", *_gib([memory.judge] * len(phases))])
     rows.append(["reserve", *_gib([memory.hardware.reserve] * len(phases))])
     peaks = [memory.peak(phase) for phase in phases]
-    rows.append([f"total of {memory.hardware.gpu_memory_gib:g}", *_gib([total for total, _ in peaks])])
+    rows.append([f"total of {memory.hardware.memory_gib:g}", *_gib([total for total, _ in peaks])])
     rows.append(["on stage", *(str(stage) for _, stage in peaks)])
     lines = [_aligned(rows)]
     if engine:

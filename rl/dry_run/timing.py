@@ -178,7 +178,7 @@ def training_pass(
     launched = forward + backward * hardware.backward_launches / 2
     launches = passes * launched * (layers + 1) * hardware.layer_ms / 1e3
     work = max(arithmetic, reading, launches)
-    if not hardware.launches_ahead:
+    if hardware.is_cpu:
         work = arithmetic + launches
     tokens = sequences * lengths.total / layout.dp  # of the cp ranks of a replica
     own = tokens / layout.cp

@@ -59,9 +59,19 @@ def resident_bytes() -> int:
 
 def host_bytes_used() -> int:
     """Return the memory of this host that is not available to new programs, in bytes."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {name: int(value) for name, value, *_ in lines}
+    kib = _host_memory()
     return (kib["MemTotal:"] - kib["MemAvailable:"]) << 10
+
+
+def host_bytes_available() -> int:
+    """Return the memory of this host that is available to new programs, in bytes."""
+    return _host_memory()["MemAvailable:"] << 10
+
+
+def _host_memory() -> dict[str, int]:
+    """Return the fields of /proc/meminfo, in KiB."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return {name: int(value) for name, value, *_ in lines}
 
 
 def return_free_memory() -> None:

@@ -17,16 +17,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rl.dry_run.hardware import Hardware
+from rl.dry_run.hardware import GIB, Hardware
 from tools.bench_tables.report import ROOT
 from tools.bench_tables.sides import CLOCK, BenchFailed, clock, torchrun
 
+Dtype = Literal["float32", "bfloat16"]
 CORES = len(os.sched_getaffinity(0))
 ROUNDS = 5
 FEW, MANY, LONG = (4, 4), (8, 120), (8, 504)
 """(prompt, response) of the sequences in passes over few tokens, many, and as many in longer sequences."""
+LARGE = 50e6
+"""Number of parameters from which passes have a quarter of the sequences, and fewer rounds are measured."""
 SEQUENCES = 32
 """Sequences of a pass over many tokens, and samples of an engine step."""
 CACHED = 384
@@ -38,10 +41,11 @@ BARRIER = "LOCKSTEP_BENCH_BARRIER"
 """Environment variable: port:processes of the store through which processes start a pass together."""
 
 
-def measure_machine(model: Path, ranks: int, clock: str) -> dict[str, float]:
+def measure_machine(model: Path, ranks: int, clock: str, dtype: Dtype = "float32") -> dict[str, float]:
     """Return what `hardware_of` reads for this many ranks.
 
     model: directory of the checkpoint. clock: elapsed or processor, which more ranks than cores always take.
+    dtype: `model.dtype` of the passes.
     """
     from torch.distributed import TCPStore
 
@@ -50,10 +54,10 @@ def measure_machine(model: Path, ranks: int, clock: str) -> dict[str, float]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), CLOCK: clock}
     module = ["-m", "tools.bench_tables.machine"]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    alone = [[sys.executable, *module, "rank", str(model)]] * ranks
+    alone = [[sys.executable, *module, "rank", str(model), dtype]] * ranks
     found = mean(output_of(alone, environment | {BARRIER: f"{store.port}:{ranks}"}))
     if (linked := min(ranks, CORES)) > 1:
-        links = [[*torchrun(linked), *module, "links", str(model)]]
+        links = [[*torchrun(linked), *module, "links", str(model), "float32"]]
         found |= mean(output_of(links, environment | {CLOCK: "elapsed"}))
     return found
 
@@ -72,12 +76,13 @@ def hardware_of(found: dict[str, float], ranks: int) -> Hardware:
     attention = 3 * scores / (long - many) if long > many else rate
 
     token = 2 * found["parameters"] / rate
-    reading = max(4 * found["parameters"] / found["copy"], token)
+    reading = max(found["itemsize"] * found["parameters"] / found["copy"], token)
     # Engine steps of as many samples, with caches of two lengths.
     per_position = max(0.0, found["decode_long"] - found["decode_many"]) / CACHED
-    cache = SEQUENCES * found["cache_bytes"] / per_position if per_position else found["copy"]
+    sequences = found["sequences"]
+    cache = sequences * found["cache_bytes"] / per_position if per_position else found["copy"]
     caches = per_position * found["cached"]
-    samples = found["decode_many"] - found["decode_1"] - caches - max(0.0, SEQUENCES * token - reading)
+    samples = found["decode_many"] - found["decode_1"] - caches - max(0.0, sequences * token - reading)
     # Half of the messages gather, the others scatter sums.
     small, large = (
         (found.get(f"gather_{size}", 0.0) + found.get(f"scatter_{size}", 0.0)) / 2
@@ -99,11 +104,10 @@ def hardware_of(found: dict[str, float], ranks: int) -> Hardware:
         layer_ms=1e3 * forward / layers,
         backward_launches=backward,
         update_ms=1e3 * (found["update_1"] - update),
-        launches_ahead=0,
         cores_per_rank=min(1.0, CORES / ranks),
         engine_step_ms=1e3 * (found["decode_1"] - reading),
-        engine_sample_ms=1e3 * max(0.0, samples) / (SEQUENCES - 1),
-        gpu_memory_gib=80.0,
+        engine_sample_ms=1e3 * max(0.0, samples) / (sequences - 1),
+        host_memory_gib=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
     )
 
 
@@ -155,7 +159,7 @@ def seconds(function: Callable[[], object], together: Callable[[], object], roun
     return statistics.median(times[1:])
 
 
-def measure_rank(model: str) -> dict[str, float]:
+def measure_rank(model: str, dtype: Dtype) -> dict[str, float]:
     """Return the constants of one rank that trains and generates alone."""
     from rl.runtime.ranks import discover
     from train_rl import prepare_environment
@@ -177,15 +181,20 @@ def measure_rank(model: str) -> dict[str, float]:
     from rl.runtime.session import session
     from rl.training.grid import build_grid
     from rl.training.loss import Totals
+    from rl.training.model import DTYPES
     from tools.bench_tables.program import CONFIG
 
     config = load_config(
-        str(CONFIG), (f"model.path={model}", "training.shared_prefix=false", "algorithm=grpo")
+        str(CONFIG),
+        (f"model.path={model}", f"model.dtype={dtype}", "training.shared_prefix=false", "algorithm=grpo"),
     )
     hf = read_hf_config(model)
-    policy, tokens = models_of(config)[0]["policy"], SEQUENCES * sum(MANY)
+    policy, itemsize = models_of(config)[0]["policy"], DTYPES[dtype].itemsize
+    sequences, rounds = (SEQUENCES // 4, 2) if policy.parameters > LARGE else (SEQUENCES, ROUNDS)
+    tokens = sequences * sum(MANY)
     out: dict[str, float] = {"layers": policy.num_layers, "parameters": policy.multiplied}
-    out |= {"operations": 2 * tokens * policy.multiplied, "cache_bytes": 4 * policy.cache_elements(1)}
+    out |= {"operations": 2 * tokens * policy.multiplied, "itemsize": itemsize}
+    out |= {"cache_bytes": itemsize * policy.cache_elements(1), "sequences": sequences}
     for name, shape in (("many", MANY), ("long", LONG)):
         out[f"scores_{name}"] = 2 * tokens * policy.score_products(sum(shape))
     width, inner = hf["hidden_size"], hf["intermediate_size"]
@@ -195,7 +204,7 @@ def measure_rank(model: str) -> dict[str, float]:
         return (np.arange(length, dtype=np.int32) + number) % 90 + 6
 
     with session(ranks) as device:
-        x, w = torch.randn(2048, width), torch.randn(width, inner)
+        x, w = (torch.randn(*shape, dtype=DTYPES[dtype]) for shape in ((2048, width), (width, inner)))
         out["product"] = 2 * 2048 * width * inner / seconds(lambda: x @ w, together, 20)
         big, copy = torch.zeros(2, 16 * MIB)
         out["copy"] = 2 * 64 * MIB / seconds(lambda: copy.copy_(big), together)
@@ -220,30 +229,32 @@ def measure_rank(model: str) -> dict[str, float]:
             def update() -> None:
                 trainer.update(batch, plan, lambda micro: loss(micro, totals), lr=1e-9, outputs=loss.reads)
 
-            forward = seconds(lambda: trainer.forward(batch, [plan], ("logprobs",)), together)
-            return forward, seconds(update, together)
+            forward = seconds(lambda: trainer.forward(batch, [plan], ("logprobs",)), together, rounds)
+            return forward, seconds(update, together, rounds)
 
         out["forward_1"], out["update_1"] = passes(FEW, [[0]])
         out["forward_5"], out["update_5"] = passes(FEW, [[i] for i in range(5)])
-        _, out["update_many"] = passes(MANY, [list(range(SEQUENCES))])
+        _, out["update_many"] = passes(MANY, [list(range(sequences))])
         _, out["update_long"] = passes(LONG, [list(range(tokens // sum(LONG)))])
-        served = ServedModel(model, "float32", max_tokens=1024, frozen=True)
+        served = ServedModel(model, dtype, max_tokens=1024, frozen=True)
         engine = RolloutEngine(served, config.rollout, seed=1, device=device)
 
         def generation(samples: int, prompt: int, length: int) -> float:
             """Return the seconds of a generation of samples that share no prompt."""
             sampling = Sampling(1, length)
             prompts = [token_ids(prompt, number) for number in range(samples)]
-            return seconds(lambda: engine.generate(prompts, sampling, [*range(samples)]), together, 3)
+            return seconds(
+                lambda: engine.generate(prompts, sampling, [*range(samples)]), together, min(rounds, 3)
+            )
 
-        for name, samples, prompt in (("1", 1, 8), ("many", SEQUENCES, 8), ("long", SEQUENCES, 8 + CACHED)):
+        for name, samples, prompt in (("1", 1, 8), ("many", sequences, 8), ("long", sequences, 8 + CACHED)):
             short, long = (generation(samples, prompt, length) for length in (16, 96))
             out[f"decode_{name}"] = (long - short) / 80
         out["cached"] = 8 + (16 + 96) / 2
     return out
 
 
-def measure_links(model: str) -> dict[str, float]:
+def measure_links(model: str, dtype: Dtype) -> dict[str, float]:
     """Return the constants of messages between ranks, each on a core of its own."""
     from rl.runtime.ranks import discover
     from train_rl import prepare_environment
@@ -281,7 +292,7 @@ def measure_links(model: str) -> dict[str, float]:
         out["gather_small"], out["scatter_small"] = exchanges(256)
         out["gather_large"], out["scatter_large"] = exchanges(MIB)
         rollout = Rollout(tp=ranks.world_size, cpu_kv_cache_mib=64)
-        served = ServedModel(model, "float32", max_tokens=64, frozen=True)
+        served = ServedModel(model, dtype, max_tokens=64, frozen=True)
         RolloutEngine(served, rollout, seed=1, device=device)
         from vllm.distributed import tensor_model_parallel_all_reduce
 
@@ -290,6 +301,8 @@ def measure_links(model: str) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    measured = {"rank": measure_rank, "links": measure_links}[sys.argv[1]](sys.argv[2])
+    measured = {"rank": measure_rank, "links": measure_links}[sys.argv[1]](
+        sys.argv[2], "bfloat16" if sys.argv[3] == "bfloat16" else "float32"
+    )
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(measured))

@@ -1,8 +1,10 @@
-"""Seconds of a step that the dry run predicts, beside measured seconds on this machine in many layouts.
+"""Seconds and memory that the dry run predicts, beside those measured on this machine in many layouts.
 
 The constants (`tools.bench_tables.machine`) are measured for each number of ranks, before its first layout.
 Ranks have one thread. Answers do not end before the limit of tokens, so that the lengths are known. Figures
-are medians of the steps, as the constants are medians of passes.
+are medians of the steps, as the constants are medians of passes. Memory is the maximum of the rank with most.
+
+    python tools/bench.py measured --model models/smollm2-135m --rounds 2
 """
 
 import json
@@ -16,11 +18,12 @@ from typing import Any
 
 from rl.config.schema import load_config
 from rl.dry_run.estimate import estimate
-from tools.bench_tables.machine import hardware_of, measure_machine
+from rl.dry_run.hardware import GIB
+from tools.bench_tables.machine import Dtype, hardware_of, measure_machine
 from tools.bench_tables.program import CONFIG, of_task, run_alone
 from tools.bench_tables.report import TableLine, shown
-from tools.bench_tables.sides import CLOCK
-from tools.bench_tables.tasks import save_task
+from tools.bench_tables.sides import CLOCK, PEAK
+from tools.bench_tables.tasks import save_task, save_task_of
 
 PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
 """Metrics of the compared phases, without timing_s/ (for example timing_s/gen). A row shows their sum."""
@@ -36,6 +39,15 @@ COMMON = (
     "rollout.max_response_tokens=128",
 )
 """Overrides of all layouts. Two updates per step; the second one needs a separate log-prob pass."""
+OF_MODEL = (
+    "data.max_prompt_tokens=40",
+    "data.prompts_per_step=4",
+    "training.prompts_per_minibatch=2",
+    "training.micro_batch_tokens=624",  # six sequences
+    "rollout.samples_per_prompt=6",
+    "rollout.max_response_tokens=64",
+)
+"""Further overrides of all layouts with --model."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,10 @@ class Measured:
     name: str
     ranks: int
     overrides: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> Dtype:
+        return "bfloat16" if "model.dtype=bfloat16" in self.overrides else "float32"
 
 
 LAYOUTS = [
@@ -66,10 +82,20 @@ LAYOUTS = [
     Measured("tp 2, pp 2", 4, ("training.tp=2", "training.pp=2", SMALL)),
     Measured("cp 2, dp 2", 4, ("training.cp=2",)),
 ]
+MODEL_LAYOUTS = [
+    Measured("one rank", 1),
+    Measured("one rank, bfloat16", 1, ("model.dtype=bfloat16",)),
+    Measured("one rank, recomputation", 1, ("training.recompute=full",)),
+    Measured("dp 2", 2),
+    Measured("pp 2", 2, ("training.pp=2",)),
+    Measured("cp 2", 2, ("training.cp=2",)),
+]
+"""Layouts with --model."""
 
 
 def add_arguments(add: Callable[..., Any]) -> None:
     add("--rounds", type=int, default=5, help="counted steps of each layout (5)")
+    add("--model", type=Path, metavar="DIR", help="a checkpoint (a random model of 2.6 M parameters)")
     add("--layouts", nargs="*", default=[], metavar="NAME", help="layouts (all)")
     add(
         "--clock",
@@ -83,18 +109,21 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 def measure(args: Namespace, runs: Path) -> list[TableLine]:
     """Return a row per layout with predicted and measured seconds of each phase."""
-    task = save_task(runs / "task", "2.6M", mean_length=1024, max_length=1024)
+    if args.model:
+        task, layouts = save_task_of(runs / "task", args.model), MODEL_LAYOUTS
+    else:
+        task, layouts = save_task(runs / "task", "2.6M", mean_length=1024, max_length=1024), LAYOUTS
     is_known = args.constants and args.constants.exists()
     constants = json.loads(args.constants.read_text()) if is_known else {}
     rows = []
-    for place, layout in enumerate(LAYOUTS):
+    for place, layout in enumerate(layouts):
         if args.layouts and layout.name not in args.layouts:
             continue
-        if (ranks := str(layout.ranks)) not in constants:
-            constants[ranks] = measure_machine(task / "model", layout.ranks, args.clock)
+        if (key := f"{layout.ranks} {layout.dtype}") not in constants:
+            constants[key] = measure_machine(task / "model", layout.ranks, args.clock, layout.dtype)
             if args.constants:
                 args.constants.write_text(json.dumps(constants, indent=1))
-        rows.append(row_of(layout, task, constants[ranks], runs / f"run-{place}", args))
+        rows.append(row_of(layout, task, constants[key], runs / f"run-{place}", args))
         print(rows[-1].name, rows[-1].columns, rows[-1].figure, file=sys.stderr, flush=True)
     return rows
 
@@ -103,7 +132,7 @@ def row_of(
     layout: Measured, task: Path, constants: dict[str, float], directory: Path, args: Namespace
 ) -> TableLine:
     """Run a layout; return its row."""
-    overrides = [*of_task(task), *COMMON, *layout.overrides]
+    overrides = [*of_task(task), *COMMON, *(OF_MODEL if args.model else ()), *layout.overrides]
     environment = {"OMP_NUM_THREADS": "1", CLOCK: args.clock}
     records = run_alone(directory, layout.ranks, overrides, args.rounds, environment)
     hardware, waits = hardware_of(constants, layout.ranks), True
@@ -123,4 +152,6 @@ def row_of(
     total = sum(predicted.values())
     columns |= {"idle, s": sum(found.idle.values()), "predicted, s": total}
     columns |= {"measured, s": median(totals), "not predicted, s": rest}
+    peaks = max(found.memory.peak(phase)[0] for phase in ("training", "refit", "generation")) / GIB
+    columns["GiB of a rank"] = f"{shown(peaks)} / {shown(max(record[PEAK] for record in records))}"
     return TableLine(layout.name, columns, total / median(totals), seconds)

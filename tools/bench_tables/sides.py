@@ -23,6 +23,7 @@ STEPS_PER_TURN = "LOCKSTEP_BENCH_STEPS_PER_TURN"
 CLOCK = "LOCKSTEP_BENCH_CLOCK"
 """Environment variable: with the value processor, processor seconds are counted, not elapsed ones."""
 STEP = "training/global_step"
+PEAK = "perf/peak_host_memory_gib"
 POLL_S = 0.01
 
 

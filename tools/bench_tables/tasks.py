@@ -7,6 +7,7 @@ distribution in every program that samples from the checkpoint. Log-normal lengt
 state per character.
 """
 
+import json
 import math
 from pathlib import Path
 from statistics import NormalDist
@@ -53,6 +54,29 @@ def save_task(
     save(model, tokenizer, directory / "model")
     for split, problems in addition_problems(0).items():
         write_problems(directory / f"{split}.parquet", problems)
+    (directory / "reward.py").write_text(REWARD)
+    return directory
+
+
+def save_task_of(directory: Path, model: Path) -> Path:
+    """Write model, train.parquet and reward.py with a copy of a checkpoint that never ends its answers.
+
+    The end of an answer is the tokenizer's last special token, which a model hardly ever samples.
+    """
+    from tools.make_toy import addition_problems, write_problems
+
+    copy = directory / "model"
+    copy.mkdir(parents=True)
+    for file in model.resolve().iterdir():
+        (copy / file.name).symlink_to(file)
+    last = json.loads((model / "tokenizer.json").read_text())["added_tokens"][-1]
+    ends = {"tokenizer_config.json": {"eos_token": last["content"]}}
+    ends |= dict.fromkeys(("config.json", "generation_config.json"), {"eos_token_id": last["id"]})
+    for name, values in ends.items():
+        found = json.loads((model / name).read_text())
+        (copy / name).unlink()
+        (copy / name).write_text(json.dumps(found | values))
+    write_problems(directory / "train.parquet", addition_problems(0)["train"])
     (directory / "reward.py").write_text(REWARD)
     return directory
 

@@ -12,11 +12,13 @@ from rl.dry_run.changes import cheapest_change, single_changes, with_values
 from rl.dry_run.command import main
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import GIB, Hardware
+from rl.dry_run.host import memory_warning
 from rl.dry_run.memory import layer_elements, layout_of
 from rl.dry_run.parameters import buffer_elements, count_engine, count_parameters, group_parts
 from rl.dry_run.report import verdict
 from rl.models import architecture
 from rl.models.placement import RolloutPlacement
+from rl.runtime.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
@@ -67,6 +69,58 @@ def test_a_bucket_is_padded_as_megatron_pads_it():
 @pytest.mark.parametrize("path", sorted(PRODUCTION), ids=lambda path: path.stem)
 def test_every_production_config_fits_80_gib(path):
     assert estimate(load_config(str(path)), PRODUCTION[path], Hardware(), plan=False).problems == []
+
+
+SMOLLM2 = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    vocab_size=49152,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    tie_word_embeddings=True,
+    max_position_embeddings=8192,
+    rms_norm_eps=1e-5,
+)
+TOY = SMOLLM2 | dict(vocab_size=102, hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+
+
+class TestHost:
+    def config(self, tmp_path, hf, *overrides):
+        (tmp_path / "config.json").write_text(json.dumps(hf))
+        return load_config(str(CONFIGS / "quickstart.yaml"), (f"model.path={tmp_path}", *overrides))
+
+    @pytest.mark.parametrize(
+        "tokens, measured, overrides",
+        [  # VmHWM after two steps on 2026-11-29, in GiB
+            (520, 5.21, ()),
+            (832, 6.05, ()),
+            (832, 4.97, ("model.dtype=bfloat16",)),
+            (1248, 4.34, ("training.recompute=full",)),
+            (1664, 8.39, ()),
+        ],
+    )
+    def test_a_rank_has_the_measured_peak(self, tmp_path, tokens, measured, overrides):
+        keys = (f"training.micro_batch_tokens={tokens}", "rollout.max_concurrent_samples=256", *overrides)
+        config = self.config(tmp_path, SMOLLM2, "rollout.cpu_kv_cache_mib=256", *keys)
+        memory = estimate(config, 1, Hardware(host_memory_gib=23.0, ranks_per_node=1), plan=False).memory
+        peak = max(memory.peak(phase)[0] for phase in ("training", "refit", "generation")) / GIB
+        assert peak == pytest.approx(measured, rel=0.1)
+
+    def test_a_warning_names_the_tokens_that_fit(self, tmp_path):
+        def warning(gib, tokens, hf=SMOLLM2, longest=96):
+            keys = f"training.micro_batch_tokens={tokens}", f"rollout.max_response_tokens={longest}"
+            config = self.config(tmp_path, hf, *keys)
+            return memory_warning(config, Ranks(0, 2, 0, 2, "torchrun", ""), gib * GIB)
+
+        text = warning(16, 16384)
+        assert "\n" not in text and "training.micro_batch_tokens=16384" in text and "16.0 GiB" in text
+        fits = int(re.search(r"set training.micro_batch_tokens=(\d+)", text)[1])
+        assert warning(16, fits) == "" != warning(16, 2 * fits)
+        assert warning(8, 16384, hf=TOY, longest=6) == ""  # the quickstart
 
 
 def estimate_of_points(points):

@@ -1,0 +1,51 @@
+"""The memory of a host, before a run on CPUs builds its models.
+
+The kernel ends a process of a host whose memory is used up, and the process cannot report it.
+"""
+
+from dataclasses import replace
+
+from rl.config.schema import Config
+from rl.dry_run.hardware import GIB, Hardware
+from rl.dry_run.memory import estimate_memory, layout_of
+from rl.dry_run.shape import models_of
+from rl.runtime.ranks import Ranks
+
+LEAST_TOKENS = 256
+"""Smallest training.micro_batch_tokens that the warning proposes."""
+
+
+def memory_warning(config: Config, ranks: Ranks, available: float) -> str:
+    """Return a sentence if the ranks of this host may need more memory than there is, else "".
+
+    available: bytes that the ranks can use in all. A config whose memory cannot be estimated gives a
+    sentence too, because an estimate must not end a run. Not collective.
+    """
+    try:
+        models, _ = models_of(config)
+        layout, local = layout_of(config, ranks.world_size), ranks.local_world_size
+        hardware = Hardware(host_memory_gib=available / GIB, ranks_per_node=local)
+
+        def needed(tokens: int) -> float:
+            """Return the bytes of this host's ranks with that many tokens in a micro-batch."""
+            training = replace(config.training, micro_batch_tokens=tokens)
+            found = estimate_memory(replace(config, training=training), ranks.world_size, models, hardware)
+            phases = ("training", "refit", "generation") if found.engine else ("training",)
+            peaks = [max(found.at(phase, stage) for phase in phases) for stage in found.stages]
+            return local * sum(peaks) / layout.pp
+
+        tokens = config.training.micro_batch_tokens
+        if (total := needed(tokens)) <= available:
+            return ""
+        while tokens > LEAST_TOKENS and needed(tokens) > available:
+            tokens //= 2
+        remedy = f"set training.micro_batch_tokens={tokens}"
+        if needed(tokens) > available:
+            remedy += " and training.recompute=full, or start fewer ranks, or free memory"
+        return (
+            f"training.micro_batch_tokens={config.training.micro_batch_tokens}: with full micro-batches the "
+            f"ranks of this host ({local}) need about {total / GIB:.1f} GiB, but MemAvailable is "
+            f"{available / GIB:.1f} GiB, and the kernel kills a rank that finds no memory; {remedy}."
+        )
+    except Exception as error:  # the run itself reports what is wrong with a config
+        return f"the memory of this host's ranks was not estimated ({type(error).__name__}: {error})."
