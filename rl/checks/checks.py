@@ -29,7 +29,6 @@ from rl.checks.logprobs import (
     check_reference,
     present_tokens,
     rounding_limit,
-    sample_gaps,
 )
 from rl.checks.noise import ENTROPY_SLACK, DrawnEntropy, Gaps, check_direction
 from rl.checks.rounding import RoundingNoise
@@ -244,15 +243,12 @@ class Checks:
         found = self._gap(batch, plans)
         if entropy is not None and rollout.temperature and not self._selects:
             self._entropy.check(batch, entropy, counted, slack=self._engine_limit / ENTROPY_SLACK)
-        gaps, numbers = sample_gaps(batch, batch.column("old_logprobs"), counted)
-        has_tokens = numbers > 0
         of_ranks = {"trained on": torch.zeros(len(batch), dtype=torch.int64)}
         for rank, members in enumerate(ranks):
             of_ranks["trained on"][members] = rank
         if batch.generated_by is not None:
             of_ranks["generated"] = batch.generated_by
-        of_ranks = {kind: of[has_tokens] for kind, of in of_ranks.items()}
-        self.gaps.check(gaps[has_tokens] / numbers[has_tokens], of_ranks, limit=self._engine_limit)
+        self.gaps.check(batch, counted, of_ranks, limit=self._engine_limit)
         self.gaps.check_positions(batch, counted, limit=self._engine_limit)
         return found
 

@@ -24,8 +24,10 @@ FADE = 0.95
 FLOOR = 1e-3
 """Share of the bound of rounding that is added to a gap before its logarithm is taken, because a gap may be
 0."""
-MIN_SAMPLES = 32
-"""Minimum number of samples that a rank, and that all other ranks together, must have to be compared."""
+MIN_UNITS = 32
+"""Minimum number of prompts that a rank, and that all other ranks together, must have to be compared."""
+MIN_PROMPTS = 16
+"""Minimum number of prompts of a step in which the gaps are compared with the distance from the reference."""
 ENTROPY_SLACK = 8
 """Divisor of the bound for log-probs: the mean of -log q may differ from the entropy by the quotient."""
 DEVIATIONS = 9.0
@@ -38,10 +40,8 @@ POSITION_FACTOR = 4.0
 """Factor by which gaps at some positions must also exceed the gaps at others, because rounding depends on the
 context."""
 MAX_PROBABILITY = 0.75
-"""Maximum probability of tokens that are compared by position. For a more probable token, the rounding error
-of the log-softmax exceeds the error of the logits, and it is not in proportion to 1 - p."""
-MAX_GROUPS = 32
-"""Maximum number of groups of positions: one for each binary logarithm of a position below 2**32."""
+"""Maximum probability of tokens that are compared by rank and by position. For a more probable token, the
+rounding error of the log-softmax exceeds the error of the logits, and it is not in proportion to 1 - p."""
 UNITS = {
     "generated": "samples that rank {} generated as in those of other ranks",
     "trained on": "samples that rank {} trained on as in those of other ranks",
@@ -111,53 +111,71 @@ class Gaps:
 
     def __init__(self) -> None:
         self._sums: dict[str, dict[int, np.ndarray]] = {}
-        """Kind of rank -> rank -> number of samples, sum of the logarithms of their gaps, and sum of the
+        """Kind of rank -> rank -> number of units, sum of the logarithms of their gaps, and sum of the
         squares of these logarithms."""
         self._earlier: list[float] = []
 
-    def check(self, gaps: Tensor, ranks: dict[str, Tensor], *, limit: float) -> None:
+    def check(self, batch: Batch, counted: Tensor, ranks: dict[str, Tensor], *, limit: float) -> None:
         """Raise LogprobMismatch if the gaps of one rank are larger than the gaps of the other ranks.
 
-        gaps: mean difference over the tokens of each sample, float64 [n]. ranks: kind of rank -> rank of each
-        sample, int64 [n]. limit: bound of rounding; FLOOR times the limit is added to every gap.
+        The samples of one prompt on one rank count as one unit. A policy that is sure of its answers samples
+        the same tokens again and again, and equal tokens after equal contexts have equal gaps.
+
+        counted: bool [T], the tokens that are compared. ranks: kind of rank -> rank of each sample, int64
+        [n]. limit: bound of rounding; FLOOR times the limit is added to every gap.
         """
-        logs = (gaps + FLOOR * limit).log()
-        self._add(logs, ranks, limit)
+        self._add(
+            {
+                kind: self._units(batch, counted, of.repeat_interleave(batch.lengths), limit)
+                for kind, of in ranks.items()
+            },
+            limit,
+        )
 
     def check_positions(self, batch: Batch, counted: Tensor, *, limit: float) -> None:
         """Raise LogprobMismatch if the gaps of tokens at some positions are larger than at the others.
 
         Positions count from the first token of the prompt and are grouped by their binary logarithm. For
-        example, positions 8 to 15 are one group. If a token has the probability p, an error of the logits
-        moves its log-prob in proportion to 1 - p, within a factor of sqrt(2). Gaps are therefore divided by 1
-        - p, and tokens above MAX_PROBABILITY are left out. The tokens of one sample in one group count as one
+        example, positions 8 to 15 are one group. The tokens of one prompt's samples in one group count as one
         unit.
 
-        counted: bool [T], the tokens that are compared. limit: as in `check`.
+        counted, limit: as in `check`.
+        """
+        starts = (batch.prompt_lengths - batch.offsets[:-1]).repeat_interleave(batch.lengths)
+        octaves = (torch.arange(len(counted)) + starts + 1).log2().long()
+        self._add({"position": self._units(batch, counted, octaves, limit)}, limit)
+
+    @staticmethod
+    def _units(batch: Batch, counted: Tensor, labels: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+        """Return the logarithm of the gap of each unit, float64 [u], and its label, int64 [u].
+
+        A unit is all compared tokens of one prompt with one label. If a token has the probability p, an error
+        of the logits moves its log-prob in proportion to 1 - p, within a factor of sqrt(2). The gaps of a
+        unit are therefore divided by its sum of 1 - p, and tokens above MAX_PROBABILITY are left out.
+
+        labels: int64 [T].
         """
         assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
         counted = counted & (batch.rollout_logprobs <= math.log(MAX_PROBABILITY))
-        starts = (batch.prompt_lengths - batch.offsets[:-1]).repeat_interleave(batch.lengths)
-        groups = (torch.arange(len(counted)) + starts + 1).log2().long()[counted]
-        samples = torch.arange(len(batch)).repeat_interleave(batch.lengths)[counted]
+        prompts = batch.groups.repeat_interleave(batch.lengths)[counted]
+        units, member_of = torch.stack((prompts, labels[counted])).unique(dim=1, return_inverse=True)
         terms = torch.stack(
             (
                 (batch.old_logprobs - batch.rollout_logprobs).abs()[counted].double() + FLOOR * limit,
                 -torch.expm1(batch.rollout_logprobs[counted].double()),
             )
         )
-        sums = torch.zeros(2, len(batch) * MAX_GROUPS, dtype=torch.float64)
-        units = sums.index_add_(1, samples * MAX_GROUPS + groups, terms)[1].nonzero()[:, 0]
-        gaps, sizes = sums[:, units]
-        self._add((gaps / sizes).log(), {"position": units % MAX_GROUPS}, limit)
+        gaps, sizes = torch.zeros(2, units.shape[1], dtype=torch.float64).index_add_(1, member_of, terms)
+        return (gaps / sizes).log(), units[1]
 
-    def _add(self, logs: Tensor, ranks: dict[str, Tensor], limit: float) -> None:
-        logs, found = logs - logs.mean() if len(logs) else logs, list[tuple[float, str]]()
-        for kind, of in ranks.items():
-            step = {}
-            for rank in of.unique().tolist():
-                own = logs[of == rank]
-                step[rank] = np.array([len(own), float(own.sum()), float(own.square().sum())])
+    def _add(self, units: dict[str, tuple[Tensor, Tensor]], limit: float) -> None:
+        """Add the units of a step to the sums, and compare. units: kind -> `_units`."""
+        found = list[tuple[float, str]]()
+        for kind, (logs, of) in units.items():
+            logs, step = logs - logs.mean() if len(logs) else logs, {}
+            for label in of.unique().tolist():
+                own = logs[of == label]
+                step[label] = np.array([len(own), float(own.sum()), float(own.square().sum())])
             earlier = self._sums.get(kind, {})
             faded = {r: FADE * earlier.get(r, 0.0) + step.get(r, np.zeros(3)) for r in earlier | step}
             self._sums[kind] = faded
@@ -172,7 +190,7 @@ class Gaps:
         message."""
         for rank, own in members.items():
             rest = sum(members.values()) - own
-            if min(own[0], rest[0]) < MIN_SAMPLES:
+            if min(own[0], rest[0]) < MIN_UNITS:
                 continue
             (mean, spread), (mean_of_rest, spread_of_rest) = (
                 (sums[1] / sums[0], max(0.0, sums[2] / sums[0] - (sums[1] / sums[0]) ** 2))
@@ -186,7 +204,7 @@ class Gaps:
                     deviations,
                     f"the log-probs of engine and trainer differ {factor:.1f} times as much in "
                     f"{UNITS[kind].format(rank)}, {deviations:.0f} standard errors over "
-                    f"{own[0]:.0f} samples, although all are below the bound of rounding "
+                    f"{own[0]:.0f} prompts, although all are below the bound of rounding "
                     f"({limit:.2g}): weights, cache, positions, adapters or sampling are other ones there.",
                 )
 
@@ -209,7 +227,7 @@ def check_direction(batch: Batch, counted: Tensor) -> None:
     For example, if an engine applies the adapter with another scale, its log-probs are shifted in proportion
     to this distance. The same is true for an engine whose weights mix the policy and the reference. As long
     as the policy has learned little, the shift is below the bound of rounding. The standard error is computed
-    over samples, not tokens.
+    over prompts, because the samples of one prompt may be equal.
 
     counted: bool [T], the tokens that the present weights sampled.
     """
@@ -220,19 +238,19 @@ def check_direction(batch: Batch, counted: Tensor) -> None:
     # slope.
     distance = (batch.old_logprobs + batch.rollout_logprobs) / 2 - batch.ref_logprobs
     distance = torch.where(counted, distance, 0.0).double()
-    products = segment_sum(gaps * distance, batch.lengths)
-    squares = segment_sum(distance.square(), batch.lengths)
+    products = _by_prompt(batch, gaps * distance)
+    squares = _by_prompt(batch, distance.square())
     total = float(squares.sum())
-    if len(batch) < MIN_SAMPLES:
+    if len(squares) < MIN_PROMPTS:
         return
     of_reference = torch.where(counted, batch.rollout_logprobs - batch.ref_logprobs, 0.0).double()
-    far, near = (segment_sum(each.square(), batch.lengths) for each in (gaps, of_reference))
+    far, near = (_by_prompt(batch, each.square()) for each in (gaps, of_reference))
     logs = (far / near)[(far > 0) & (near > 0)].log()
-    error = float(logs.std()) / len(logs) ** 0.5 if len(logs) >= MIN_SAMPLES else math.inf
+    error = float(logs.std()) / len(logs) ** 0.5 if len(logs) >= MIN_PROMPTS else math.inf
     if float(logs.mean()) - DEVIATIONS * error > math.log(NEARER):
         raise LogprobMismatch(
             f"the engine's log-probs are {math.exp(float(logs.mean()) / 2):.1f} times nearer to those of "
-            f"the reference than to the policy's, over {len(logs)} samples: the engine generates without "
+            f"the reference than to the policy's, over {len(logs)} prompts: the engine generates without "
             "what the policy has learned, such as its adapter."
         )
     if total <= MIN_DISTANCE * float(gaps.square().sum()):
@@ -245,3 +263,10 @@ def check_direction(batch: Batch, counted: Tensor) -> None:
             f"({abs(slope) / max(error, 1e-9):.0f} standard errors), which rounding does not: the engine "
             "applies adapters with another scale, or some weights of another version."
         )
+
+
+def _by_prompt(batch: Batch, values: Tensor) -> Tensor:
+    """Return the sum of the tokens' values over the samples of each prompt. values: float64 [T]."""
+    by_sample = segment_sum(values, batch.lengths)
+    numbers = batch.groups.unique(return_inverse=True)[1]
+    return torch.zeros(int(numbers.max()) + 1, dtype=values.dtype).index_add_(0, numbers, by_sample)

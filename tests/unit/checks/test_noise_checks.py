@@ -1,11 +1,13 @@
 """Comparisons of log-probs with their own noise: what each names, how soon, and what healthy noise is."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from rl.checks.batches import CheckFailed
-from rl.checks.logprobs import LogprobMismatch, present_tokens, sample_gaps
+from rl.checks.logprobs import LogprobMismatch, present_tokens
 from rl.checks.noise import DrawnEntropy, Gaps, check_direction
 from rl.checks.rounding import ENDED, RoundingNoise
 from rl.data.batch import Batch
@@ -31,7 +33,7 @@ def batch_of(
     return Batch(
         prompt_ids=ids,
         response_ids=ids,
-        groups=torch.arange(SAMPLES) // 8,
+        groups=torch.arange(SAMPLES) // 2,
         truncated=torch.zeros(SAMPLES, dtype=torch.bool),
         rollout_logprobs=noisy(reference + scale * step),
         old_logprobs=noisy(reference + step),
@@ -61,8 +63,7 @@ def test_equal_log_probs_have_no_direction():
 
 
 def compare(gaps: Gaps, batch: Batch, ranks: torch.Tensor) -> None:
-    sums, counts = sample_gaps(batch, batch.old_logprobs, present_tokens(batch, 0, whole=False))
-    gaps.check(sums / counts, {"generated": ranks}, limit=LIMIT)
+    gaps.check(batch, present_tokens(batch, 0, whole=False), {"generated": ranks}, limit=LIMIT)
 
 
 def test_the_rank_with_larger_gaps_is_named():
@@ -76,6 +77,21 @@ def test_the_rank_with_larger_gaps_is_named():
     with pytest.raises(LogprobMismatch, match=r"in samples that rank 1 generated as in those of other ranks"):
         for _ in range(10):
             compare(gaps, odd, ranks)
+
+
+def test_equal_samples_of_a_prompt_count_once():
+    """A policy that is nearly sure samples one answer again and again: its gaps are no new evidence."""
+    rng, gaps, ranks = np.random.default_rng(7), Gaps(), torch.arange(SAMPLES) // 32
+    prompts, size = torch.arange(SAMPLES) // 8, 8 * LENGTH
+    for _ in range(300):
+        batch = replace(batch_of(rng), groups=prompts)
+        answers = torch.arange(SAMPLES * LENGTH) // size * size + torch.arange(SAMPLES * LENGTH) % LENGTH
+        sure = torch.from_numpy(rng.random(SAMPLES * LENGTH) < 0.9)
+        for name in ("rollout_logprobs", "old_logprobs"):
+            column = torch.where(sure, -1e-6, batch.column(name))
+            setattr(batch, name, column[answers])
+        compare(gaps, batch, ranks)
+        gaps.check_positions(batch, batch.mask > 0, limit=LIMIT)
 
 
 def test_the_positions_with_larger_gaps_are_named():
