@@ -9,8 +9,8 @@
 
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 
-    arithmetic     sums and differences of two numbers below 30, also as stories, after two examples; for the
-                   reward rl.rewards.gsm8k with method=flexible. At most 1,512, four about each pair
+    arithmetic     sums of two numbers below 50, as questions and as stories, after two examples; for the
+                   reward rl.rewards.gsm8k with method=flexible. At most 3,384, three about each pair
     reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for the reward
                    reasoning_gym (docs/agents.md)
     seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
@@ -60,26 +60,25 @@ EXAMPLES = [
 
 
 def arithmetic_rows(seed: int) -> Iterator[Row]:
-    """Yield 1,512 questions: four about each of the 378 pairs of different numbers from 2 to 29.
+    """Yield 3,384 questions: three about each of the 1,128 pairs of different numbers from 2 to 49.
 
     The questions about a pair follow each other, so a held-out pair is new to the model in either order.
     """
     rng = random.Random(seed)
-    pairs = list(combinations(range(2, 30), 2))
+    pairs = list(combinations(range(2, 50), 2))
     rng.shuffle(pairs)
-    for place, (low, high) in enumerate(pairs):
-        a, b = rng.sample((low, high), 2)
-        (finder, found), (loser, lost) = [(rng.choice(NAMES), rng.choice(THINGS)) for _ in range(2)]
-        finds = f"{finder} has {a} {found} and finds {b} more. How many {found} does {finder} have now?"
-        loses = f"{loser} has {high} {lost} and loses {low}. How many {lost} are left?"
-        questions = (
-            ("plus", f"What is {a} plus {b}?", a + b),
-            ("minus", f"What is {high} minus {low}?", high - low),
-            ("finds", finds, a + b),
-            ("loses", loses, high - low),
-        )
-        for number, (kind, question, answer) in enumerate(questions):
-            new = row(f"arithmetic/{kind}", question, str(answer), index=4 * place + number)
+    for place, pair in enumerate(pairs):
+        a, b = rng.sample(pair, 2)
+        first, second = rng.sample(NAMES, 2)
+        found, counted = rng.sample(THINGS, 2)
+        questions = {
+            "plus": f"What is {a} plus {b}?",
+            "finds": f"{first} has {a} {found} and finds {b} more. How many {found} does {first} have now?",
+            "together": f"{first} has {a} {counted} and {second} has {b}. "
+            f"How many {counted} do they have together?",
+        }
+        for number, (kind, question) in enumerate(questions.items()):
+            new = row(f"arithmetic/{kind}", question, str(a + b), index=3 * place + number)
             yield new | {"prompt": [*EXAMPLES, *new["prompt"]]}
 
 

@@ -4,6 +4,7 @@
     python -m tests.museum "refit skipped"       some exhibits
     python -m tests.museum --bfloat16            the float32 exhibits, in bfloat16
     python -m tests.museum --list                the exhibits by check, each with its report and effect
+    python -m tests.museum --model DIR           the exhibits of dense models, on a pretrained model
     python -m tests.museum --clean 2000          clean steps with all checks on, which may raise nothing
 
 Exit code 0 if every exhibit was caught, or if no check raised in the clean runs.
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 from tests.museum.museum import Exhibit, load_exhibits
-from tests.museum.tour import CLEAN, Museum
+from tests.museum.tour import CLEAN, DENSE, Museum
 from tests.spawn import RanksFailed
 
 
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="exhibits; all if none is given")
     parser.add_argument("--list", action="store_true", help="print the exhibits and run none")
     parser.add_argument("--clean", type=int, metavar="STEPS", help="run clean steps instead")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint of a pretrained dense model")
     parser.add_argument("--bfloat16", action="store_true", help="run the exhibits in bfloat16")
     parser.add_argument(
         "--out", help="directory of the runs and their logs; the default is removed at the end"
@@ -35,6 +37,8 @@ def main() -> int:
     exhibits = load_exhibits()
     if args.bfloat16:
         exhibits = {name: found.in_bfloat16 for name, found in exhibits.items() if not found.is_bfloat16}
+    if args.model:
+        exhibits = {name: found for name, found in exhibits.items() if found.model in DENSE}
     if args.list:
         for exhibit in sorted(exhibits.values(), key=lambda exhibit: exhibit.caught_by.lower()):
             tokens = f"\n    bfloat16, within {exhibit.tokens} tokens" if exhibit.is_bfloat16 else ""
@@ -43,7 +47,7 @@ def main() -> int:
     if unknown := set(args.names) - (set(CLEAN) if args.clean else set(exhibits)):
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory(prefix="museum-") as directory:
-        museum = Museum(Path(args.out or directory).resolve())
+        museum = Museum(Path(args.out or directory).resolve(), args.model and args.model.resolve())
         if args.clean:
             return clean(museum, args.clean, args.names)
         return visit(museum, [exhibits[name] for name in args.names or exhibits])

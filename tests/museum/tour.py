@@ -43,6 +43,12 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
 }
 """Name -> architecture and options of tools/tiny_models.py: random models of 2 or 3 layers."""
+DENSE = {"qwen2", "qwen2-tied", "qwen2-blocks", "llama"}
+"""Models for which a pretrained dense model can stand in."""
+CHAT_SIZES = ("data.max_prompt_tokens", "training.micro_batch_tokens")
+"""Keys whose values are multiplied by CHAT_FACTOR for a pretrained model, because its chat template adds a
+system message."""
+CHAT_FACTOR = 4
 SAVE_TOY = """
 import sys
 from pathlib import Path
@@ -137,10 +143,13 @@ class Visit:
 
 
 class Museum:
-    """The runs of one directory, which share the toy task, the models and the checkpoints of clean runs."""
+    """The runs of one directory, which share the toy task, the models and the checkpoints of clean runs.
 
-    def __init__(self, directory: Path):
-        self.directory = directory
+    pretrained: directory of a pretrained model that takes the place of the models in DENSE.
+    """
+
+    def __init__(self, directory: Path, pretrained: Path | None = None):
+        self.directory, self.pretrained = directory, pretrained
         directory.mkdir(parents=True, exist_ok=True)
         run_ranks(1, "", timeout=300)  # starts the process from which ranks are forked
 
@@ -155,7 +164,7 @@ class Museum:
         arguments = self._arguments(exhibit, place / "run", f"run.max_steps={steps}")
         start, line = time.monotonic(), ""
         try:
-            stdout = run_ranks(exhibit.ranks, RANK, exhibit.name, place, *arguments, timeout=300)
+            stdout = run_ranks(exhibit.ranks, RANK, exhibit.name, place, *arguments, timeout=900)
             line = "".join(WARNING.findall(stdout[0])[:1]) if exhibit.warns else ""
         except RanksFailed as error:
             (place / "log").write_text(str(error))
@@ -193,8 +202,15 @@ class Museum:
         raw = yaml.safe_load(CONFIG.replace("TOY", str(toy)))
         file = "pairs" if "algorithm=dpo" in overrides else "train"
         raw["data"]["train"] = [str(toy / f"{file}.parquet")]
-        architecture, options = MODELS[model]
-        path = self._made(model, SAVE_MODEL, architecture, json.dumps(options), to=1)
+        if self.pretrained and model in DENSE:
+            path = self.pretrained
+            raw["training"]["optimizer"]["lr"] = 1e-5
+            raw["data"]["max_prompt_tokens"] *= CHAT_FACTOR
+            raw["training"]["micro_batch_tokens"] *= CHAT_FACTOR
+            overrides = tuple(map(_with_room_for_a_chat, overrides))
+        else:
+            architecture, options = MODELS[model]
+            path = self._made(model, SAVE_MODEL, architecture, json.dumps(options), to=1)
         raw["model"] = {"path": str(path), "dtype": "float32"}
         run.parent.mkdir(parents=True, exist_ok=True)
         config = run.parent / f"{run.name}.yaml"
@@ -215,7 +231,7 @@ class Museum:
         run = self.directory / f"before_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
         if not (run / "checkpoints").exists():
             arguments = self._arguments(exhibit, run, f"run.max_steps={STEPS_BEFORE}", "checkpoint.every=1")
-            run_ranks(exhibit.ranks, TRAIN, *arguments, timeout=300)
+            run_ranks(exhibit.ranks, TRAIN, *arguments, timeout=900)
         return run
 
     def _made(self, name: str, program: str, *args: str, to: int = 0) -> Path:
@@ -226,3 +242,9 @@ class Museum:
             given.insert(to, str(path))
             run_ranks(1, program, *given, env={"PYTHONPATH": str(ROOT)}, timeout=120)
         return path
+
+
+def _with_room_for_a_chat(override: str) -> str:
+    """Return the override with CHAT_FACTOR times the tokens, if it is one of CHAT_SIZES."""
+    key, _, value = override.partition("=")
+    return f"{key}={int(value) * CHAT_FACTOR}" if key in CHAT_SIZES else override

@@ -15,20 +15,22 @@ def test_questions_about_numbers_have_right_answers_and_no_pair_is_in_both_split
         ROOT / "tools/make_tasks.py",
         "arithmetic",
         "--num-test",
-        "200",
+        "150",
+        "--num-train",
+        "3234",
         "--out",
         tmp_path,
     ]
     subprocess.run(tool, check=True)
     pairs = {}
-    for split, count in (("train", 1312), ("test", 200)):
+    for split, count in (("train", 3234), ("test", 150)):
         rows = [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
         assert len(rows) == count
         pairs[split] = set()
         for row in rows:
             question, truth = row["prompt"][-1]["content"], row["reward_model"]["ground_truth"]
             a, b = map(int, re.findall(r"\d+", question))
-            assert truth == str(a - b if row["data_source"].endswith(("minus", "loses")) else a + b), question
+            assert truth == str(a + b), question
             assert score("", f"It is {truth}.", truth, method="flexible")["score"] == 1.0
             pairs[split].add(frozenset((a, b)))
     assert not pairs["train"] & pairs["test"]
