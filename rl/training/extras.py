@@ -1,6 +1,6 @@
 """Extras of a packed micro-batch: objects of optional features, found by their class.
 
-The code outside `rl/features` reads an object only through the classes of this file. For example, with
+Code outside of the features reads an object only through the classes of this file. For example, with
 rollout.top_p a part of the training engine adds sampling masks to a micro-batch. The model's head asks the
 micro-batch for a `LogitsFilter` and does not know which feature added it. The feature itself finds its object
 by the object's own class.

@@ -197,7 +197,11 @@ def trainer_ignores_the_truncation(bug: Bug, masks_of, batch, samples):
     return None
 
 
-@exhibit("NVIDIA-NeMo/RL#3497", ranks=2, overrides=(HALF, "data.prompts_per_step=64", "rollout.samples_per_prompt=2"))
+@exhibit(
+    "NVIDIA-NeMo/RL#3497",
+    ranks=2,
+    overrides=(HALF, "data.prompts_per_step=64", "rollout.samples_per_prompt=2"),
+)
 @caught_by(ODD_RANK, r"LogprobMismatch: .* times as much in samples that rank 1 generated")
 @replaces("rl.rollout.calls.call_of")
 def penalty_on_one_rank(bug: Bug, call_of, *args):
@@ -236,7 +240,12 @@ def routes_of_the_token_before_in_one_layer(bug: Bug, given, self, batch, row):
 @exhibit(
     "NVIDIA-NeMo/RL#2981",
     at=0,
-    overrides=(HALF, "data.prompts_per_step=64", "rollout.samples_per_prompt=2", "rollout.max_response_tokens=24"),
+    overrides=(
+        HALF,
+        "data.prompts_per_step=64",
+        "rollout.samples_per_prompt=2",
+        "rollout.max_response_tokens=24",
+    ),
 )
 @caught_by(ODD_RANK, r"LogprobMismatch: .* times as much in tokens at positions from 2 \*\* [45] up")
 def wrong_rotary_base_behind_a_position(bug: Bug) -> None:
