@@ -1,1 +1,1 @@
-"""Samples that are unfinished at the end of a generation and continue in the next step."""
+"""Carry-over: samples that are unfinished at the end of a generation continue in the next step."""

@@ -4,8 +4,8 @@ step.
 A generation starts with `rollout.oversample` times the number of groups that it has to return, and it ends
 when enough groups are complete. For example, with oversample 1.5 a step of 8 groups starts with 12 groups,
 including the carried groups, and ends when 8 groups are complete. The other groups are carried over with the
-log-prob and the weight version of every token. All ranks hold the same carried groups, because their new
-tokens are exchanged in the same way as samples. docs/asynchrony.md has the rules.
+log-prob and the weight version of every token. All ranks hold the same carried groups, because the ranks
+exchange the new tokens of these groups in the same way as complete samples. docs/asynchrony.md has the rules.
 """
 
 import math
@@ -38,10 +38,10 @@ from rl.stopping.requests import StepAborted, StopRequests
 
 
 class CarryOver(Generation):
-    """Generation that keeps drawn groups until a step consumes them.
+    """Generates samples, and keeps unfinished groups until a step consumes or drops them.
 
     Args:
-        prompts: all prompts of the data, for the groups of a checkpoint.
+        prompts: all prompts of the data. A resumed run looks up the prompts of its carried groups here.
     """
 
     varies_limits = True
@@ -60,7 +60,7 @@ class CarryOver(Generation):
         super().__init__(config, step, engines, memory, stop, dialogues)
         self._prompts, self._sampling = prompts, train_sampling(config)
         self.frontier = Frontier()
-        """The carried groups; a checkpoint stores it."""
+        """The carried groups. A checkpoint stores the frontier."""
         self._num_wanted = 0
         self._moved = ColumnBytes()
         self._consumed: list[SampledGroup] = []
@@ -73,19 +73,20 @@ class CarryOver(Generation):
         return max(0, total - len(self.frontier.groups))
 
     def batch(self, prompts: list[Prompt], *, round: int = 0) -> Batch:
-        """Continue the carried groups and start groups of the prompts, until enough are complete.
+        """Continue the carried groups, and start a group for each prompt, until enough groups are complete.
 
-        Returns a batch of the complete groups with the oldest tokens, as many as the argument of the last
-        `num_to_draw`. Raises StepAborted on every rank after a stop request; the frontier is then unchanged.
+        Returns a batch of the complete groups with the oldest tokens. The number of groups is the argument of
+        the last `num_to_draw`. After a stop request, every rank raises StepAborted, and the frontier is
+        unchanged.
         """
         config, version = self._config.rollout, self._policy.version
-        oldest_allowed = version + 1 - config.max_staleness  # in the next step
+        oldest_allowed = version + 1 - config.max_staleness  # oldest version that the next step accepts
         carried, first = self.frontier.groups, self.frontier.num_drawn
         new = [replace(prompt, draw=first + place) for place, prompt in enumerate(prompts)]
         new = [new[place] for place in self._order(prompts) or range(len(new))]
         groups = [*carried, *(SampledGroup.of(prompt, config.samples_per_prompt) for prompt in new)]
         complete = [group for group in carried if not group.unfinished]
-        # Groups without tokens come last, in the given order.
+        # The oldest groups come first. Groups without tokens come last, in the given order.
         unfinished = sorted((group for group in groups if group.unfinished), key=lambda group: group.oldest)
         due: set[int] = set()
         if config.on_stale == "finish":
@@ -109,7 +110,10 @@ class CarryOver(Generation):
         return self._noted(self._dialogues.batch(samples, call))
 
     def _collected(self, samples: list[Sample]) -> list[Sample]:
-        """Return the samples; the rank that generated a sample's last tokens has all of its held values."""
+        """Collect each sample's held values on the rank that generated its last tokens.
+
+        Returns the samples.
+        """
         holders = [sample.holder for sample in samples]
         samples, moved = held_parts.collect(samples, holders, self._step.device.torch)
         self._moved += moved
@@ -118,7 +122,10 @@ class CarryOver(Generation):
     def _continue(
         self, groups: list[SampledGroup], due: set[int], num_missing: int, purpose: str
     ) -> list[Sample]:
-        """Generate until `num_missing` groups and all in `due` are complete; return the new tokens."""
+        """Generate until at least `num_missing` groups, and all groups in `due`, are complete.
+
+        due: indices of groups. Returns the continued samples.
+        """
         engine, sampling, dialogues = self._engine, self._sampling, self._dialogues
         contexts = [np.concatenate([g.prompt.token_ids, *(s.token_ids for s in g.samples)]) for g in groups]
         seeds = [seed_of(self._config.run.seed, "draw", group.prompt.draw) for group in groups]
@@ -132,7 +139,7 @@ class CarryOver(Generation):
         try:
             return self._run(call, contexts, schedule, total=num_missing * sampling.samples_per_prompt)
         except StepAborted:
-            dialogues.keep_only(())  # they may be ahead of the frontier
+            dialogues.keep_only(())  # open trajectories may be ahead of the frontier, which is unchanged
             raise
 
     def _log_metrics(self) -> None:
@@ -148,14 +155,20 @@ class CarryOver(Generation):
         }
 
     def check(self, batch: Batch) -> None:
-        """Log the staleness of the batch, and the bytes of its held columns, too."""
+        """Log the staleness of the batch, and the bytes of its held columns.
+
+        Raises StaleTokens if a token is older than `rollout.max_staleness` allows.
+        """
         limit = self._config.rollout.max_staleness
         self._step.metrics |= check_staleness(batch, self._policy.version, limit)
         self._log_held(batch, self._moved)
         self._moved = ColumnBytes()
 
     def learned(self) -> None:
-        """Note in `consumed.jsonl` the prompts that this step consumed. Rank 0 writes."""
+        """Write the prompts that this step consumed and dropped, and the waiting ones, to `consumed.jsonl`.
+
+        Only rank 0 writes.
+        """
         if dist.get_rank() == 0:
             self._step.fence()
             parts = {"consumed": self._consumed, "dropped": self._dropped, "waiting": self.frontier.groups}
@@ -176,12 +189,14 @@ class CarryOver(Generation):
         return dict(cursor) | {"carry_over": frontier.state_dict(samples, held=dist.get_rank() == 0)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`. Raises ConfigError if the data or the groups have changed.
+        """Continue from the state of a checkpoint.
 
-        Samples longer than `rollout.max_response_tokens` are truncated; the saved run had a larger limit.
+        Carried samples that are longer than `rollout.max_response_tokens` are truncated; this happens if the
+        saved run had a larger limit. Raises ConfigError if a prompt of a carried group has changed or is
+        missing, or if `rollout.samples_per_prompt` has changed.
         """
         self._load_lengths(state)
-        if "carry_over" not in state:  # of a run without
+        if "carry_over" not in state:  # the saved run had no carry-over
             self.frontier = Frontier(num_drawn=state.get("num_drawn", 0))
             return
         by_index = {prompt.index: prompt for prompt in self._prompts}

@@ -1,10 +1,10 @@
 """Ends a generation when enough groups are complete, and continues the other groups in the next step.
 
-An unfinished sample keeps its tokens, log-probs and weight versions. It continues as a request with the same
-seed, whose context is the prompt and the tokens so far. The sampler on CPU and vLLM's sampler on CUDA draw by
-seed and position. So if the weights are equal, an uninterrupted generation gives the same sample, up to
-rounding. An unfinished trajectory continues on the replica that holds its environment, if this replica has
-time.
+An unfinished sample keeps its tokens, log-probs and weight versions. In the next step it continues as a
+request with the same seed; the request's context is the prompt and the tokens so far. The sampler on CPU and
+vLLM's sampler on CUDA draw each token by its seed and position. Therefore, if the weights have not changed,
+the continued sample equals the sample of an uninterrupted generation, up to rounding. An unfinished
+trajectory continues on the replica that holds its environment, if this replica has time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,12 +27,12 @@ from rl.rollout.source import SampleSource, StartedSample
 
 
 class Quota:
-    """Counts complete groups, and tells when enough groups, and all due groups, are complete.
+    """Counts complete groups, and says whether enough groups are complete, including all due groups.
 
     Args:
-        num_groups: number of complete groups that is enough.
-        num_due: number of groups that must be complete.
-        add: adds to a counter, which is 0 at first, and returns its value.
+        num_groups: number of complete groups that ends the generation.
+        num_due: number of due groups; the generation does not end before all of them are complete.
+        add: adds to a counter, which begins at 0, and returns the sum.
     """
 
     _DUE = 1 << 32
@@ -57,11 +57,12 @@ def work_of(
     holds: bool,
     is_fixed: bool,
 ) -> tuple[Iterator[int], Quota]:
-    """Return the work of this replica in one call, and the quota that ends it. Every rank calls it.
+    """Return the indices of the groups that this replica continues in one call, and the quota that ends the
+    call. Every rank calls this function.
 
-    holds: whether replicas hold what some groups need, for example an environment, and begin with these
-    groups (`SampledGroup.holder`). is_fixed: whether every replica has a fixed share of the groups and of the
-    quota, which depends on no clock.
+    holds: whether a group may need something that one replica holds, for example an environment. Each replica
+    then begins with the groups that it holds (`SampledGroup.holder`). is_fixed: whether every replica has a
+    fixed share of the groups and of the quota. A fixed share depends on no clock.
     """
     holders = [group.holder // engine.tp if holds else -1 for group in groups]
     num_replicas = engine.num_replicas
@@ -78,10 +79,11 @@ class QuotaSchedule(QueueSchedule):
     """Generates the unfinished samples of groups until a quota is met (a `Schedule`).
 
     Args:
-        groups: each has an unfinished sample.
+        groups: groups with at least one unfinished sample each.
         due: indices of the groups that must be completed.
-        seeds: one per group (`StartedSample.seed`).
-        queue: gives the indices of groups.
+        seeds: one seed per group (`StartedSample.seed`).
+        queue: gives the indices of the groups that this replica continues.
+        quota: ends the generation.
     """
 
     def __init__(
@@ -123,7 +125,8 @@ class QuotaSchedule(QueueSchedule):
 def extend(groups: Sequence[SampledGroup], continued: Sequence[Sample]) -> list[SampledGroup]:
     """Return the groups with their continued samples.
 
-    continued: the exchanged rows of `QuotaSchedule`, in place of all unfinished samples of a group, or none.
+    continued: the rows that the replicas generated, after the exchange. For each group they either replace
+    all of its unfinished samples, or contain none of its samples.
     """
     found: list[list[Sample]] = [[] for _ in groups]
     for row in continued:
@@ -145,7 +148,10 @@ def extend(groups: Sequence[SampledGroup], continued: Sequence[Sample]) -> list[
 
 
 def _with_held(row: Sample, before: Sample | None) -> Sample:
-    """Return a row with the values of held columns that this rank has of its earlier segments."""
+    """Return the row, with the held values that this rank has for the row's earlier segments.
+
+    before: the same row before it was continued; None if it is new.
+    """
     known = before.segments if before is not None else ()
     kept = tuple(
         replace(segment, held=old.held) if _is_same(segment, old) else segment
@@ -155,18 +161,21 @@ def _with_held(row: Sample, before: Sample | None) -> Sample:
 
 
 def _is_same(segment: Segment, other: Segment) -> bool:
-    """Return whether two segments were sampled together; False if a trajectory was begun again."""
+    """Return whether two segments have equal values in all COLUMNS.
+
+    They differ, for example, if the trajectory was begun again.
+    """
     return all(np.array_equal(getattr(segment, name), getattr(other, name)) for name in COLUMNS)
 
 
 def samples_of(groups: Sequence[SampledGroup]) -> list[Sample]:
-    """Return the samples of groups; `prompt` is the index of the group."""
+    """Return the samples of all groups. `Sample.prompt` becomes the index of the sample's group."""
     return [replace(sample, prompt=index) for index, group in enumerate(groups) for sample in group.samples]
 
 
 @dataclass(frozen=True)
 class Frontier:
-    """The groups that were drawn and not yet consumed; identical on all ranks."""
+    """Groups that the run has drawn, and neither consumed nor dropped. Identical on all ranks."""
 
     groups: tuple[SampledGroup, ...] = ()
     num_drawn: int = 0
@@ -175,8 +184,8 @@ class Frontier:
     def state_dict(self, samples: list[Sample], *, held: bool) -> dict[str, Any]:
         """Return the frontier as plain data.
 
-        samples: `samples_of` its groups. held: whether this rank has the values of their held columns; the
-        data then include the values.
+        samples: result of `samples_of` for the frontier's groups. held: whether this rank has the values of
+        the samples' held columns. If it does, the result contains these values.
         """
         return {
             "num_drawn": self.num_drawn,
@@ -188,9 +197,10 @@ class Frontier:
 
     @classmethod
     def from_state(cls, state: dict[str, Any], prompt_of: Callable[[int, int], Prompt]) -> "Frontier":
-        """Return the frontier of `state_dict`. prompt_of: (index, draw) -> prompt.
+        """Return the frontier from a result of `state_dict`.
 
-        Raises ValueError if a prompt's tokens have changed since the group's samples were generated.
+        prompt_of: returns the prompt with this index and this number of its draw. Raises ValueError if the
+        tokens of a prompt have changed since the samples of its group were generated.
         """
         prompts = [prompt_of(index, draw) for index, draw in state["prompts"]]
         known = zip(prompts, state["fingerprints"], strict=True)

@@ -1,4 +1,4 @@
-"""Carry-over as a form of sampling: unfinished samples of a generation continue in the next step."""
+"""The form of sampling of a run with carry-over: unfinished samples continue in the next step."""
 
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
@@ -9,7 +9,7 @@ from rl.stopping.requests import StopRequests
 
 
 class CarryOverForm(SamplerForm):
-    """Unfinished samples are carried over to the next step."""
+    """Makes the sampler that carries unfinished samples over to the next step."""
 
     def sampler(
         self, step: StepRecord, engines: Engines, memory: MemorySharing, stop: StopRequests
