@@ -39,7 +39,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(report(found), flush=True)
-    if not found.problems and learns_from_samples(config) and found.points == 1:
+    has_forms = learns_from_samples(config) and found.points == 1 and found.hardware.has_speeds
+    if not found.problems and has_forms:
         print("\n" + report_forms(found, arguments), flush=True)
     print("\n" + verdict(found, cheapest_change(found) if found.problems else None))
     return 2 if found.problems else 0

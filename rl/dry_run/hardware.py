@@ -86,6 +86,11 @@ class Hardware:
         return self.host_memory_gib > 0
 
     @property
+    def has_speeds(self) -> bool:
+        """Whether seconds can be estimated: the defaults are a GPU's speeds, not those of CPUs."""
+        return not self.is_cpu or self.tflops != Hardware.tflops
+
+    @property
     def memory_gib(self) -> float:
         """Memory of a rank in GiB: a GPU's, or its share of a node's."""
         return self.host_memory_gib / self.ranks_per_node if self.is_cpu else self.gpu_memory_gib

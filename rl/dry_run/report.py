@@ -35,7 +35,9 @@ def verdict(estimate: Estimate, change: Change | None) -> str:
     if change is not None:
         before = estimate.step_seconds - estimate.seconds.get("update_weights", 0.0)
         seconds = change.estimate.step_seconds - before
-        advice = f"cheapest change that fits: {change.words(estimate)}  ({seconds:+.0f} s per step)"
+        advice = f"cheapest change that fits: {change.words(estimate)}"
+        if estimate.hardware.has_speeds:
+            advice += f"  ({seconds:+.0f} s per step)"
     return "\n".join(["DOES NOT FIT", *(f"  {line}" for line in (*estimate.problems, advice))])
 
 
@@ -225,6 +227,9 @@ def _work(estimate: Estimate) -> str:
         )
     if estimate.layout.pp > 1:
         lines.append(_pipeline(estimate))
+    if not hardware.has_speeds:
+        lines.append("seconds: not estimated, because --tflops and the other speeds are a GPU's")
+        return "\n".join(lines)
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
     lines += [
         f"seconds per step, estimated: {phases}; together {estimate.step_seconds:.0f}",
