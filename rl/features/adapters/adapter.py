@@ -1,17 +1,23 @@
 """Low-rank adapters on the layers of a training model: W x + scale * B A x, where only A and B learn.
 
-A parameter of Megatron may hold several linear layers of the checkpoint, each with an adapter of its own
-(`rl.models.adapters`). For example, linear_qkv holds q_proj, k_proj and v_proj. A forward hook on the module
-adds the sum of the adapters: the A of the parts are stacked, and the B are blocks of one matrix with rows in
-the parameter's order.
+A parameter of Megatron may hold several linear layers of the checkpoint, its parts. Each part has an adapter
+of its own (`rl.models.adapters`). For example, linear_qkv holds q_proj, k_proj and v_proj. A forward hook on
+the module adds the outputs of all adapters in one product. For this product, the matrices A of the parts are
+stacked. The matrices B become blocks of one matrix, whose rows have the order of the parameter's rows.
 
-Tensor parallelism. For a weight split by rows, every rank has A and its rows of B: A x is gathered from the
-parts of the tokens (or copied, with the sum of its gradient). For a weight split by columns, every rank has
-its columns of A, and all of B: A x is summed over the ranks. Only A x, [T, r], is sent. If every rank has a
-part, for example A of a weight split by rows, the part's gradient is complete on each rank. Under sequence
-parallelism a rank sees some of the tokens only; there the part is marked, and finalize_model_grads sums its
-gradient. Routed experts see all tokens of their tensor parallel group, and the group sums their outputs
-later; there the gradient itself is summed.
+With tensor parallelism, what a rank holds depends on how the weight W is split. T is the number of tokens, r
+the rank of the adapter. Only A x, [T, r], is exchanged.
+
+- W split by rows: every rank has the whole A, and its rows of B. With sequence parallelism, A x is gathered
+  from the ranks' parts of the tokens. Otherwise every rank computes the whole A x, and the gradient of A x is
+  summed over the ranks.
+- W split by columns: every rank has its columns of A, and the whole B. A x is summed over the ranks.
+
+Every rank also holds a whole matrix in each case, for example A if W is split by rows. The gradient of the
+whole matrix is complete on each rank, with two exceptions. With sequence parallelism a rank sees only some of
+the tokens. The matrix is then marked, and finalize_model_grads sums its gradient. Routed experts see all
+tokens of their tensor parallel group, and the group sums their outputs later. Therefore the gradient of the
+matrix itself is summed there.
 """
 
 import hashlib
@@ -48,11 +54,12 @@ if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 COMPARED_ROWS = 1024
-"""Approximate maximum number of rows of a weight that `Adapters.wrong_values` computes again."""
+"""Approximate maximum number of rows of one piece of a weight that `Adapters.wrong_values` computes again."""
 SUM_ERROR = 2.0**-10
-"""Maximum relative error of the products of a float32 matrix product, which a GPU may round to TF32."""
+"""Maximum relative error of the products in a float32 matrix multiplication, because a GPU may round the
+factors to TF32."""
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
-"""Names of the parameters of one adapter, as in peft."""
+"""Names of the parameters of one adapter, as in the package peft."""
 
 
 class WrongLearning(RuntimeError):
@@ -60,24 +67,24 @@ class WrongLearning(RuntimeError):
 
 
 class Adapters(TrainerPart):
-    """The adapters of one model: their parameters on this rank, and their part of the layers' outputs.
+    """Adds adapters to one model, and holds their parameters on this rank.
 
     Args:
-        seed: of the initial values, which do not depend on the layout.
-        in_weights: whether the layers themselves compute with W + scale * B A (`AdaptedWeight`), instead of
-            adding scale * B A x to their outputs.
+        seed: seed of the adapters' initial values. The values do not depend on the layout.
+        in_weights: whether the layers compute with the weight W + scale * B A (`AdaptedWeight`). Otherwise
+            scale * B A x is added to the output of each layer.
     """
 
     fuses_norms = False
     freezes_model = True
     learned_map: WeightMap
-    """The adapters, and the value head of a value model."""
+    """The adapters and, in a value model, the value head."""
 
     def __init__(self, config: Adapter, *, seed: int, in_weights: bool = False):
         self.config, self._seed, self._in_weights = config, seed, in_weights
 
     def attach(self, engine: "TrainingEngine") -> None:
-        """Freeze the model and add adapters. Collective over the world. A value head still learns."""
+        """Freeze the model, except for a value head, and add the adapters. Collective over the world."""
         adapter, base, model = self.config, engine.weight_map, engine.model
         self.pairs = adapters(
             base.weights, rank=adapter.rank, targets=adapter.targets, dora=adapter.kind == "dora"
@@ -89,7 +96,8 @@ class Adapters(TrainerPart):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in learned)
         first = engine.chunks[0]
-        if first.pre_process:  # else nothing before the first adapter has a gradient to recompute
+        # Recomputation needs an input with a gradient, but nothing before the first adapter learns.
+        if first.pre_process:
             first.embedding.register_forward_hook(_require_gradient)
         in_parts: bool = first.config.sequence_parallel
         self._sums: dict[tuple[str, ...], _Sum] = {}
@@ -121,9 +129,10 @@ class Adapters(TrainerPart):
         self.learned_map = base.over([*weights, *head], parameters)
         mark_split_weights(self.learned_map)
         self.initial_map: WeightMap | None = None
-        """The initial adapters of PiSSA: the original W is the present W plus their scale * B A."""
+        """The initial adapters, with PiSSA. The original W is the present W plus scale * B A of these
+        adapters."""
         self._sums_of_frozen: dict[str, int] = {}
-        """Checksums of the frozen weights at the first check."""
+        """Checksums of the frozen weights at the first check, by name."""
         for added in self._sums.values():
             added.start_magnitudes()
         self._start_random(self._seed)
@@ -136,10 +145,11 @@ class Adapters(TrainerPart):
                 load_hf(adapter.path, self.learned_map)
 
     def check(self, engine: "TrainingEngine", name: str) -> None:
-        """Compare the frozen weights with the first call's, and the adapters with the gradient buffers.
+        """Check that no frozen weight has changed since the first call, and that the optimizer owns all
+        adapters.
 
-        The optimizer updates a parameter only if it has a gradient buffer. Raises WrongLearning on every
-        rank.
+        The optimizer updates a parameter only if the parameter has a gradient buffer. Raises WrongLearning on
+        every rank.
         """
         learned = self.learned_map.parameters
         own = {id(parameter) for parameter in learned.values()}
@@ -174,11 +184,15 @@ class Adapters(TrainerPart):
         *,
         is_beside: bool,
     ) -> str:
-        """Return the error in one adapted layer's values on this rank; "" if they are right.
+        """Return a text about the error in one adapted layer's values on this rank; "" if they are right.
 
-        One layer is computed again from the parameters and their places in the whole tensors, which finds a
-        wrong scale. Each element must be W + scale * B A, or scale * B, up to rounding: half the distance of
-        two numbers of the dtype, and the errors of the float32 sums. DoRA's layers are not compared.
+        The values of one layer are computed again, from the parameters and their places in the whole tensors.
+        This finds, for example, a wrong scale. Each element must equal W + scale * B A, up to rounding. The
+        allowed difference is half the distance of two neighbouring numbers of the dtype, plus the error of
+        the float32 sums. Layers with DoRA are not compared.
+
+        of: maps a weight and its parameter to the values for the engine. number: selects the layer.
+        is_beside: whether the engine keeps adapters beside its weights; the values are then scale * B.
         """
         base, learned, scale = engine.weight_map, self.learned_map, self.config.scale
         pairs = [pair for pair in self.pairs if base.holds(pair.base) and pair.magnitude is None]
@@ -213,11 +227,11 @@ class Adapters(TrainerPart):
         return ""
 
     def properties(self) -> dict[str, Any]:
-        """Return the keys of section `adapter` that determine A, B and their scale."""
+        """Return the keys of section `adapter` that determine A, B and their scale, with their values."""
         return {key: getattr(self.config, key) for key in ("kind", "rank", "alpha", "init")}
 
     def export(self, engine: "TrainingEngine", source: str, run_dir: Path, fence: Callable[[], None]) -> str:
-        """Write the adapters in the format of peft."""
+        """Write the adapters in the format of the package peft; return a text for the log."""
         from rl.features.adapters.peft import export_peft
 
         target = str(run_dir / "adapter")
@@ -225,7 +239,10 @@ class Adapters(TrainerPart):
         return f"wrote {target}, the adapters in the format of peft"
 
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
-        """Return (tensor parallel group, parameters that all its ranks hold, by name); experts second."""
+        """Return pairs of a tensor parallel group and the parameters that all of its ranks hold, by name.
+
+        The second pair is for routed experts, which have a group of their own.
+        """
         whole: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
         for weight, parameter in self.learned_map.local():
             if not weight.cut.split:
@@ -244,7 +261,7 @@ class Adapters(TrainerPart):
 
     @torch.no_grad()
     def _start_random(self, seed: int) -> None:
-        """Set A to Kaiming's random values, and B to 0."""
+        """Set A to random values of Kaiming's initialisation, and B to 0."""
         for weight, parameter in self.learned_map.local():
             if ".lora_A." in weight.megatron:
                 self._set(weight, _kaiming(weight, seed))
@@ -259,9 +276,10 @@ class Adapters(TrainerPart):
 
     @torch.no_grad()
     def _start_principal(self) -> None:
-        """Set B A to the principal part of each W, and take it out of W (PiSSA).
+        """Set scale * B A to the principal part of each W, and subtract it from W (PiSSA).
 
-        Every rank that holds a part of W decomposes the whole W, and takes the first rank's result.
+        Every rank that holds a part of W decomposes the whole W. The first rank then broadcasts its result,
+        so that all ranks have the same A and B.
         """
         groups = self._base.grid.groups
         for base, pairs in self._held().items():
@@ -289,8 +307,8 @@ class Adapters(TrainerPart):
     def merging(self) -> Callable[[Weight, Tensor], Tensor]:
         """Return a function that maps a weight and its values W on this rank to W + scale * B A.
 
-        Computed in float32 and rounded once; W itself if it has no adapter. Collective over the tensor
-        parallel groups (DoRA's lengths of rows).
+        The function computes in float32 and rounds once. It returns W itself if the weight has no adapter.
+        Collective over the tensor parallel groups, because DoRA sums the squares of each row over the ranks.
         """
         factors = {name: added.factors() for name, added in self._sums.items()}
 
@@ -303,7 +321,7 @@ class Adapters(TrainerPart):
 
 
 class _Sum:
-    """The sum that the adapters of one Megatron parameter add to the output of its layer."""
+    """Computes the sum that the adapters of one Megatron parameter add to the output of its layer."""
 
     def __init__(
         self,
@@ -332,18 +350,22 @@ class _Sum:
         self._splits_columns = size > 1 and splits_columns(weight)
         self._splits_rows = size > 1 and weight.cut.split and not self._splits_columns
         self._sums_gradients = weight.expert is not None and size > 1
-        if in_weight and not sequence_parallel:  # else finalize_model_grads sums them
+        if in_weight and not sequence_parallel:  # with sequence parallelism finalize_model_grads sums them
             self._sums_gradients |= self._splits_columns or self._splits_rows
         self._exchange: Callable[..., Tensor] | None = None
         if weight.expert is None and (self._splits_columns or self._splits_rows):
             self._exchange = _exchange(self._splits_columns, sequence_parallel=sequence_parallel)
 
     def product(self) -> tuple[Tensor, Tensor]:
-        """Return A [n r, in] and B [out, n r] of all parts, with B A of the parameter's shape."""
+        """Return A [n r, in] and B [out, n r] of all n parts. B A has the parameter's shape [out, in]."""
         return self._joined(self._a, self._b)
 
     def _joined(self, a: Sequence[Tensor], b: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-        """Return A [..., n r, in] and B [..., out, n r] of n parts. a: [..., r, in] and b: [..., out, r]."""
+        """Join the matrices of n parts; return A [..., n r, in] and B [..., out, n r].
+
+        a: [..., r, in] for each part with an adapter. b: [..., out, r] for each part; None for a part without
+        an adapter, whose rows of B are 0.
+        """
         if self._rows is None:
             assert b[0] is not None
             return a[0], b[0]
@@ -358,15 +380,15 @@ class _Sum:
         return whole, torch.cat(blocks, -2).index_select(-2, self._rows)
 
     def stacked(self, others: Sequence["_Sum"]) -> tuple[Tensor, Tensor]:
-        """Return A [E, n r, in] and B [E, out, n r] of the E experts of one layer."""
+        """Return A [E, n r, in] and B [E, out, n r] of E experts of one layer. others: all E of them."""
         a = [torch.stack(parts) for parts in zip(*(other._a for other in others))]
         b = [None if None in parts else torch.stack(parts) for parts in zip(*(other._b for other in others))]
         return self._copies(*self._joined(a, b))
 
     def add(self, x: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
-        """Return out + scale * B A x; with DoRA, times the factors of the rows.
+        """Return out + scale * B A x. With DoRA, the result is multiplied by the factors of the rows.
 
-        bias: included in `out`.
+        bias: the bias that `out` includes, or None. DoRA's factors do not apply to it.
         """
         a, b = self._copies(*self.product())
         hidden = linear(x, a)
@@ -378,28 +400,31 @@ class _Sum:
         return total.view(out.shape)
 
     def _copies(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return A and B; the unsplit one's gradient is summed over the ranks if nothing else sums it."""
+        """Return A and B.
+
+        If nothing else sums the gradient of the unsplit matrix over the ranks, its backward pass does.
+        """
         if self._sums_gradients:
             a, b = (a, self._copied(b)) if self._splits_columns else (self._copied(a), b)
         return a, b
 
     def parts(self) -> tuple[Tensor, ...]:
-        """Return A, B and DoRA's factors, as `merge` takes them."""
+        """Return A, B and, with DoRA, the factors: the arguments `parts` of `merge`."""
         factors = self.factors()
         copies = self._copies(*self.product())
         return copies if factors is None else (*copies, factors)
 
     def merge(self, base: Tensor, *parts: Tensor) -> Tensor:
-        """Return base + scale * B A, times the factors of the rows, computed in float32 and rounded once.
+        """Return base + scale * B A, computed in float32 and rounded once.
 
-        parts: A, B and, with DoRA, the factors.
+        parts: A, B and, with DoRA, the factors, by which the rows of the sum are multiplied.
         """
         a, b, *factors = parts
         total = torch.addmm(base.float(), b.float(), a.float(), alpha=self.scale)
         return (total * factors[0][:, None] if factors else total).to(base.dtype)
 
     def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
-        """Return `merge` of the present A and B."""
+        """Return the result of `merge` for the present A and B."""
         return self.merge(base, *self.product(), *([] if factors is None else [factors]))
 
     @torch.no_grad()
@@ -410,7 +435,7 @@ class _Sum:
 
     @torch.no_grad()
     def start_magnitudes(self) -> None:
-        """Set DoRA's magnitudes to the lengths of W's rows. In every layout they are the same numbers."""
+        """Set DoRA's magnitudes to the lengths of W's rows. The numbers are the same in every layout."""
         if not self._magnitudes:
             return
         base = getattr(self._module, self._name).float()
@@ -423,15 +448,16 @@ class _Sum:
                 magnitude.copy_(part)
 
     def _in_parts(self, lengths: Tensor) -> tuple[Tensor, ...]:
-        """Return the elements [out] of each layer of the checkpoint."""
+        """Split values per row of the parameter, [out]; return the values of each layer of the checkpoint."""
         if self._rows is not None:
             lengths = torch.empty_like(lengths).index_copy_(0, self._rows, lengths)
         return lengths.split(self._lengths)
 
     def factors(self) -> Tensor | None:
-        """Return DoRA's factor of each row float32 [out]: magnitude / length, 1 without a magnitude.
+        """Return DoRA's factor of each row, float32 [out]: magnitude / length. Returns None without DoRA.
 
-        As in the paper (section 4.3), the length counts as a constant in the gradient. None without DoRA.
+        The factor is 1 for a row that has no magnitude. As in the paper (section 4.3), the gradient treats
+        the length as a constant.
         """
         if not self._magnitudes:
             return None
@@ -455,16 +481,17 @@ class _Sum:
         return squares.sqrt()
 
     def _copied(self, part: Tensor) -> Tensor:
-        """Return a part that all ranks of the weight have; its gradient is summed over them."""
+        """Return the matrix, which all ranks of the weight hold; its gradient is summed over the ranks."""
         return tensor_parallel.copy_to_tensor_model_parallel_region(part, group=self._group)
 
 
 def _add_parameters(
     module: torch.nn.Module, number: str, pairs: Sequence[LowRank], base: WeightMap, sequence_parallel: bool
 ) -> dict[str, Parameter]:
-    """Add the parameters of the adapters of one weight to its module; return them by name.
+    """Add the parameters of one weight's adapters to the weight's module; return them by name.
 
-    number: follows the weight's name, for Transformer Engine's grouped experts.
+    number: the digits after "weight" in the name of the weight, for example "3" for expert 3 of Transformer
+    Engine's grouped experts; "" for other layers.
     """
     weight = getattr(module, f"weight{number}")
     added = {}
@@ -475,8 +502,8 @@ def _add_parameters(
                 setattr(module, kind, ParameterDict())
             dtype = torch.float32 if part.float32 else weight.dtype
             parameter = Parameter(weight.new_empty(part.megatron_shape(size), dtype=dtype))
-            # Megatron reads both attributes: `allreduce` selects the data parallel group for the gradient;
-            # with `sequence_parallel` each rank's gradient covers only its part of the tokens.
+            # Megatron reads both attributes. `allreduce` selects the data parallel group for the gradient.
+            # `sequence_parallel` says that each rank's gradient covers only the rank's part of the tokens.
             in_parts = sequence_parallel and pair.base.expert is None and not part.cut.split
             vars(parameter).update(allreduce=getattr(weight, "allreduce", True), sequence_parallel=in_parts)
             key = f"{pair.module.rpartition('.')[2]}{number}"
@@ -486,10 +513,10 @@ def _add_parameters(
 
 
 def _order(weight: Weight, base: WeightMap, device: torch.device) -> tuple[Tensor | None, list[int]]:
-    """Return the row of the concatenated parts for each row of a parameter, and each part's number of rows.
+    """Return the index of each row of a parameter in the concatenated parts, and the parts' numbers of rows.
 
-    The rows of a part are in the order of the checkpoint. The first result is None if the parameter holds one
-    piece, for example o_proj: its rows have the checkpoint's order already.
+    Within a part, the rows have the order of the checkpoint. The first result is None if the parameter holds
+    only one piece, for example o_proj, because its rows have the checkpoint's order already.
     """
     pieces = base.pieces(weight)
     of_part = [[piece for piece in pieces if piece.hf == name] for name in weight.hf]
@@ -528,10 +555,10 @@ def _single(added: _Sum) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def _grouped(added: Sequence[_Sum]) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return a hook for Transformer Engine's layer of several experts, which gets their numbers of tokens.
+    """Return a hook for Transformer Engine's layer of several experts.
 
-    One grouped product serves all experts, because about ten kernels for each would take longer to launch
-    than to run.
+    The hook's second argument is the number of tokens of each expert. One grouped product serves all experts.
+    Separate products would need about ten kernels per expert, which would take longer to launch than to run.
     """
 
     def hook(module: Any, args: tuple, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
@@ -550,12 +577,12 @@ def _grouped(added: Sequence[_Sum]) -> Callable[..., tuple[Tensor, Tensor | None
 
 
 class Experts(NamedTuple):
-    """Bounds of the rows of several experts in one tensor [T, ...], in the order of the experts."""
+    """Says which rows of a tensor [T, ...] belong to which expert. The rows have the order of the experts."""
 
     ends: Tensor
-    """End of the rows of each expert, int32 [E]."""
+    """Index after the last row of each expert, int32 [E]."""
     has_rows: Tensor
-    """Whether the expert has rows, bool [E, 1, 1]."""
+    """Whether each expert has rows, bool [E, 1, 1]."""
 
     @classmethod
     def of(cls, splits: Sequence[int], device: torch.device) -> "Experts":
@@ -564,10 +591,11 @@ class Experts(NamedTuple):
         return cls(counts.cumsum(0, dtype=torch.int32), (counts > 0)[:, None, None])
 
     def product(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Return W x of each expert's rows, [T, out]. x: [T, in]; weights: [E, out, in].
+        """Return W x for the rows of each expert, [T, out]. x: [T, in]; weights: [E, out, in].
 
-        Operands are padded, because `grouped_mm` requires rows of a multiple of 16 bytes. The gradient of an
-        expert without rows is set to 0, because on some GPUs torch leaves it uninitialised (torch #172439).
+        Both operands are padded, because `grouped_mm` requires that the size of a row is a multiple of 16
+        bytes. The gradient of an expert without rows is set to 0, because on some GPUs torch leaves it
+        uninitialised (torch #172439).
         """
         unit = 16 // x.element_size()
         rows, columns = (-size % unit for size in weights.shape[1:])
@@ -582,7 +610,7 @@ def _require_gradient(module: torch.nn.Module, args: tuple, output: Tensor) -> T
 
 
 def _kaiming(weight: Weight, seed: int) -> Tensor:
-    """Return a random A float32 [r, in] as peft's, uniform in +-1 / sqrt(in)."""
+    """Return a random A, float32 [r, in], uniform between -1 / sqrt(in) and 1 / sqrt(in) as in peft."""
     digest = hashlib.sha256(f"{seed} {weight.hf[0]}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
     (shape,) = weight.shapes
@@ -591,12 +619,12 @@ def _kaiming(weight: Weight, seed: int) -> Tensor:
 
 
 def _scaled(scale: float, weight: Weight, parameter: Tensor) -> Tensor:
-    """Return A, or scale * B."""
+    """Return the parameter if it is A, and scale * B if it is B."""
     return parameter * scale if ".lora_B." in weight.megatron else parameter
 
 
 def _whole(weights: WeightMap, weight: Weight) -> Tensor:
-    """Return a tensor with zeros where this rank has no part of it, float32."""
+    """Return the whole tensor, float32, with zeros where this rank has no part of it."""
     parameter = weights.parameter(weight).detach()
     full = torch.zeros(weight.shapes[0], device=parameter.device)
     for piece in weights.pieces(weight):
@@ -605,9 +633,9 @@ def _whole(weights: WeightMap, weight: Weight) -> Tensor:
 
 
 def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
-    """Return the parts of a model with adapters.
+    """Return the trainer parts that a model needs for adapters.
 
-    base_of: a model with the same frozen weights; the new model uses its memory.
+    base_of: a model with the same frozen weights, or None. The new model uses its memory.
     """
     assert base_of is None or config.adapter.init != "pissa", "PiSSA changes the weights of another model"
     found: list[TrainerPart] = [] if base_of is None else [SharedBase(base_of)]

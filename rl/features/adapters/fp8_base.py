@@ -1,9 +1,9 @@
 """Stores the frozen weights of linear layers in FP8, with one factor per block of 128 x 128 elements.
 
 The format is the format of DeepSeek-V3 (`rl.models.fp8_blocks`). Each rank divides its own part of a
-parameter into blocks. These are also blocks of the whole parameter, because `rl.config.adapter_checks`
-refuses other layouts. For example, a part of 192 rows would end in the middle of a block. The values
-therefore do not depend on the layout.
+parameter into blocks. These blocks are also blocks of the whole parameter, because `rl.config.adapter_checks`
+refuses other layouts. For example, it refuses a part of 192 rows, which would end in the middle of a block.
+The dequantised values therefore do not depend on the layout.
 
 Between two passes through its module, a parameter takes no memory. Each pass, forward or backward, fills the
 parameter with the dequantised values and frees it again. The values are the same in every pass. Refit, export
@@ -27,10 +27,14 @@ if TYPE_CHECKING:
 
 
 class Fp8Base(TrainerPart):
-    """The frozen weights of a model's linear layers on this rank; the last part. Not collective."""
+    """Stores the frozen weights of a model's linear layers on this rank. Not collective.
+
+    It must be the last part of the model, so that its hooks are registered after the hooks of all other
+    parts.
+    """
 
     def attach(self, engine: "TrainingEngine") -> None:
-        """Quantise the weights and free their memory. The hooks of all other parts are registered before."""
+        """Quantise the weights, free their memory, and register the hooks that fill them again."""
         base, model = engine.weight_map, engine.model
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
         """Address of the parameter's storage object -> (values, factors)."""
@@ -43,7 +47,7 @@ class Fp8Base(TrainerPart):
         for name, parameters in of_module.items():
             self._free(parameters)
             module = model.get_submodule(name)
-            # Autograd saves the parameter for the backward pass, so it must be filled there again.
+            # Autograd saves the parameter itself, so the parameter must be filled again in the backward pass.
             module.register_forward_pre_hook(lambda *_, own=parameters: self._fill(own))
             module.register_forward_hook(lambda *_, own=parameters: self._free(own))
             module.register_full_backward_pre_hook(lambda *_, own=parameters: self._fill(own))
@@ -51,11 +55,11 @@ class Fp8Base(TrainerPart):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Everything that is stored."""
+        """The quantised values and the factors of all stored weights."""
         return [tensor for pair in self._stored.values() for tensor in pair]
 
     def resident(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors and everything that is stored."""
+        """Return the given tensors, and the quantised values and factors."""
         return tensors + self.tensors
 
     def value(self, weight: Weight, parameter: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Write the policy's adapters as a directory that the package peft loads."""
+"""Writes the policy's adapters to a directory that the package peft can load."""
 
 import json
 from collections.abc import Callable
@@ -21,14 +21,14 @@ from rl.training.weights import full_weights
 def export_peft(
     trainer: TrainingEngine, source: str, target: str, *, fence: Callable[[], None] = lambda: None
 ) -> None:
-    """Write the trainer's adapters, relative to the checkpoint `source`, to the directory `target`.
+    """Write the trainer's adapters to the directory `target`. `source` is the checkpoint that they adapt.
 
-    With PiSSA the model's W is the original one less scale * B0 A0. The adapters that are written have twice
-    the rank, [B, -B0] [A; A0], so that they belong to the original W.
+    With PiSSA the model's W is the original W minus scale * B0 A0, where A0 and B0 are the initial adapters.
+    The written adapters must belong to the original W. Therefore they have twice the rank: [B, -B0] [A; A0].
 
-    Collective over the world; rank 0 writes, and needs memory for all adapters. The directory gets its name
-    when it is complete and every tensor in its file equals the model's; else every rank raises
-    WronglyExported. fence: as in `export_hf`.
+    Collective over the world. Rank 0 writes, and needs memory for all adapters. The directory gets its final
+    name only when it is complete and every tensor in its file equals the tensor of the model. If a tensor
+    differs, every rank raises WronglyExported. fence: as in `export_hf`.
     """
     adapters = trainer.parts.get(Adapters)
     assert adapters is not None, "the model has no adapters"

@@ -1,13 +1,14 @@
 """Low-rank adapters in vLLM: the buffers that hold them, and the requests that use them.
 
-In every linear layer that has an adapter, vLLM has buffers for the A and B of several adapters. For each
-token it adds B A x of the token's adapter to W x. A refit writes this rank's parts of A and scale * B into
-these buffers in place, in the same way as it writes weights (`rl.refit.refit`). vLLM's own loading of
-adapters is not used, because it reads files and applies a scale of its own.
+In every adapted linear layer, vLLM has buffers for the A and B of several adapters. For each token, vLLM adds
+B A x of the token's adapter to W x. A refit writes this rank's parts of A and scale * B into these buffers in
+place, in the same way as it writes weights (`rl.refit.refit`). vLLM's own loader of adapters is not used,
+because it reads files and applies a scale of its own.
 
-The name of an adapter stays when its values change, so running requests use the new values from the next
-engine step on. The keys of vLLM's prefix cache contain the version at which a request began. For example,
-keys and values cached at version 3 cannot serve a request that begins at version 4 (vLLM #42125).
+When the values of an adapter change, its name stays the same, so running requests use the new values from the
+next engine step on. Each entry of vLLM's prefix cache is marked with the version at which its request began.
+For example, keys and values that were cached at version 3 cannot serve a request that begins at version 4
+(vLLM #42125).
 """
 
 import functools
@@ -38,10 +39,11 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @functools.cache
 def keep_experts_kernels() -> None:
-    """Make vLLM compute routed experts, which have no adapters here, as in an engine without adapters.
+    """Make vLLM compute routed experts in the same way as in an engine without adapters.
 
-    Otherwise it ignores `moe_backend`. On CPU it then chooses Triton, which has no CPU kernels, and on recent
-    GPUs kernels that reorder the experts' weights (`rl.rollout.vllm_model`).
+    This project gives routed experts no adapters in vLLM. Without this change, vLLM ignores `moe_backend` in
+    an engine with adapters. On CPU it then chooses Triton, which has no CPU kernels. On recent GPUs it
+    chooses kernels that reorder the experts' weights (`rl.rollout.vllm_model`).
     """
     from vllm.model_executor.layers.fused_moe import layer
 
@@ -50,12 +52,12 @@ def keep_experts_kernels() -> None:
 
 
 def _module(pair: LowRank) -> str:
-    """Return vLLM's name of the layer that computes the adapter's part."""
+    """Return vLLM's name of the layer that holds the adapted layer, for example a name ending in qkv_proj."""
     return pair.base.vllm.removesuffix(".weight")
 
 
 def _layer(pair: LowRank) -> str:
-    """Return vLLM's name of the adapted layer, for example q_proj, which vLLM computes in qkv_proj."""
+    """Return the adapted layer's own name in vLLM, for example one ending in q_proj, a part of qkv_proj."""
     return f"{_module(pair).rpartition('.')[0]}.{pair.module.rpartition('.')[2]}"
 
 
@@ -67,9 +69,9 @@ def _lora_request(index: int) -> "LoRARequest":
 
 
 class AdapterSlots(WeightSlots):
-    """The adapters of an engine, by index. All adapt the same layers.
+    """Holds the adapters of an engine, by index. All of them adapt the same layers.
 
-    An adapter of a lower rank than the buffers leaves the rest of them 0.
+    If the rank of an adapter is lower than the rank of the buffers, the rest of the buffers stays 0.
     """
 
     def __init__(self, adapters: Sequence[Adapter]):
@@ -86,7 +88,7 @@ class AdapterSlots(WeightSlots):
             enable_lora=True,
             max_loras=len(self._adapters),
             max_lora_rank=next(size for size in RANKS if size >= largest),
-            # Last parts of names, because vLLM knows some layers by several whole names.
+            # Only the last parts of the names, because some layers have several whole names in vLLM.
             lora_target_modules=sorted({_module(pair).rpartition(".")[2] for pair in self.pairs}),
         )
 
@@ -119,15 +121,15 @@ class AdapterSlots(WeightSlots):
         for module in self._manager.modules.values():
             for index in range(len(self.versions)):
                 module.reset_lora(index)
-        # vLLM maps tokens to adapters again only if the mapping differs from the last one.
+        # vLLM maps tokens to adapters again only if the mapping differs from the last mapping.
         self._manager._last_mapping = None
 
     def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        # vLLM's layer with an adapter contains the original one as `base_layer`.
+        # A vLLM layer with adapters contains the original layer as `base_layer`.
         return {name.replace(".base_layer.", "."): weight for name, weight in weights.items()}
 
     def _add(self, index: int) -> None:
-        """Make vLLM hold an adapter of this index, with buffers of zeros."""
+        """Register an adapter with this index in vLLM. Its buffers hold zeros."""
         from vllm.lora.lora_model import LoRAModel
 
         manager = self._manager
@@ -137,7 +139,7 @@ class AdapterSlots(WeightSlots):
         assert manager.lora_index_to_id[index] == model.id
 
     def buffers(self, slot: int) -> dict[str, Tensor]:
-        """Return this rank's parts of A and B of an adapter, as views of vLLM's buffers."""
+        """Return this rank's parts of A and B of the adapter `slot`, as views of vLLM's buffers."""
         out: dict[str, Tensor] = {}
         rank = self._adapters[slot].rank
         for pair, (module, number) in zip(self.pairs, self._layers):
@@ -147,5 +149,5 @@ class AdapterSlots(WeightSlots):
 
 
 def parts(config: Config, adapters: Sequence[Adapter]) -> list[EnginePart]:
-    """Return the parts of an engine that holds adapters beside its weights."""
+    """Return the engine parts for these adapters; [] if the engine holds none beside its weights."""
     return [AdapterSlots(adapters)] if adapters else []
