@@ -25,7 +25,7 @@ JOIN = "LOCKSTEP_JOIN"
 class Jobs:
     """The jobs of the run, as the agent of one node sees them.
 
-    directory: the directory of the leases.
+    directory: `<run.dir>/elastic`, which has a file per job, and a lease (a file) per living agent.
     own: id of the job that this node belongs to; empty outside of Slurm.
     say: function that writes a line to the agent's log.
     """

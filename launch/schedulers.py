@@ -96,7 +96,7 @@ class Other:
             )
         task = "${POINT:-" + self.index + "}" if self.index else '"${POINT:?}"'
         body = f"""
-# Overrides of this task, one per line. POINT is set when a task is submitted by itself, to continue.
+# Overrides of this task, one per line. POINT is set if one task is submitted again, outside of an array.
 export POINT={task}
 export JOB_NAME={_plain(name)}-$POINT
 mapfile -t overrides <{shlex.quote(str(points))}/"$POINT"

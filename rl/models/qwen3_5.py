@@ -74,7 +74,7 @@ def _projections(hf: dict, layer: int) -> list[Weight]:
 
 @functools.cache
 def by_key_head(groups: int, parts: tuple[tuple[int, int, int], ...]) -> Cut:
-    """Return the cut of tensors that consist of blocks of rows.
+    """Return how tensor parallel ranks split tensors that consist of blocks of rows.
 
     A block has the rows of the first key head, then the rows of the second key head, and so on.
     Megatron's parameter has one key head after the other, each with its rows of all blocks. vLLM's parameter

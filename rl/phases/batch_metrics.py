@@ -93,13 +93,17 @@ def balance_metrics(num_tokens: list[int], ranks: list[list[int]]) -> dict[str, 
 
 
 def imbalance_metrics(costs: list[list[list[int]]]) -> dict[str, float]:
-    """Return how evenly the updates of a step share their cost (`rl.training.micro_batch_plans.Cost`).
+    """Return how evenly the cost of a step's updates is divided over ranks and micro-batches.
+
+    The cost is `rl.training.micro_batch_plans.Cost`.
 
     costs: cost by mini-batch, data parallel rank and micro-batch. Ranks wait for each other at the end of a
     mini-batch. In pipelines and expert parallel layers they also wait after each micro-batch. The metrics:
 
-        training/imbalance              cost of the busiest rank / mean cost of a rank - 1, over mini-batches
-        training/micro_batch_imbalance  the same, compared micro-batch by micro-batch
+        training/imbalance              cost of the busiest rank / mean cost of a rank - 1; each cost
+                                        is a sum over mini-batches
+        training/micro_batch_imbalance  the same with the most expensive micro-batch and the mean
+                                        micro-batch of a mini-batch, over all ranks
         training/micro_batches          number of micro-batches of one rank
         training/empty_micro_batches    number of micro-batches without a sample, over all ranks
     """
@@ -138,14 +142,17 @@ def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
     agents/turns, tool_calls, rows  mean over the trajectories
     agents/tool_errors              calls answered with an error message
     agents/failures/<cause>         failed trajectories
-    agents/reopened                 trajectories repeated because their process ended with others in it
-    agents/diverged                 trajectories that began again because their environment differed
+    agents/reopened                 trajectories repeated because the process of their environment, which also
+                                    held other trajectories, ended
+    agents/diverged                 trajectories that began again because their environment, executed again,
+                                    gave other answers than before
     perf/executed_again             trajectories executed again from their log
     agents/dropped                  trajectories that are missing in their groups
     agents/rewrites                 turns after which the template changed earlier tokens
     agents/occupancy                mean over the engine steps of (running requests / capacity)
     timing_s/environments           seconds of all requests to environments
-    timing_s/environments_waited    seconds in which nothing ran, summed over the replicas
+    timing_s/environments_waited    seconds in which a replica's engine only waited for environments, summed
+                                    over the replicas
     """
     metrics = {"agents/occupancy": counts["live_steps"] / max(counts["steps"], 1) / capacity}
     for name, value in counts.items():

@@ -95,7 +95,7 @@ class Phases:
         return self.draw.next(self.sampler.num_to_draw(number))
 
     def draw_others(self, number: int) -> list:
-        """Return the next prompts whose responses come from the data or a teacher, not from the policy."""
+        """Return the next `number` prompts; the data or a teacher gives the responses, not the policy."""
         return self.draw.next(number)
 
     def draw_pairs(self) -> Batch:
@@ -170,7 +170,10 @@ class Phases:
             self.teaching.log_probs(batch)
 
     def distributions(self, batch: Batch) -> None:
-        """Compute the teachers' distributions, from which a loss gets the output `divergence`."""
+        """Compute the teachers' distributions, so that a loss can read the divergence from them.
+
+        Such a loss declares the output `divergence` in its `reads`.
+        """
         assert self.teaching is not None, "the algorithm must declare teacher in NEEDS"
         self.teaching.distributions(batch)
 
@@ -187,7 +190,10 @@ class Phases:
         return self.inference.implicit_rewards(batch)
 
     def apply_kl_penalty(self, batch: Batch) -> None:
-        """Fill `token_rewards`; subtract `objective.reward_kl` times the KL divergence from the rewards."""
+        """Fill `token_rewards`, and reduce the rewards by the KL penalty.
+
+        The penalty is the KL divergence times the coefficient of `objective.reward_kl`.
+        """
         self.step.metrics |= self.kl_penalty.apply(batch, self.step.number)
 
     def update(
