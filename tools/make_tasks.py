@@ -9,8 +9,8 @@
 
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 
-    arithmetic     sums of two numbers below 50, as questions and as stories, after two examples; for the
-                   reward rl.rewards.gsm8k with method=flexible. At most 3,384, three about each pair
+    arithmetic     sums of two numbers below 30, as questions and as stories, after two examples; for the
+                   reward rl.rewards.gsm8k with method=flexible. At most 1,134, three about each pair
     reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for the reward
                    reasoning_gym (docs/agents.md)
     seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
@@ -60,12 +60,12 @@ EXAMPLES = [
 
 
 def arithmetic_rows(seed: int) -> Iterator[Row]:
-    """Yield 3,384 questions: three about each of the 1,128 pairs of different numbers from 2 to 49.
+    """Yield 1,134 questions: three about each of the 378 pairs of different numbers from 2 to 29.
 
     The questions about a pair follow each other, so a held-out pair is new to the model in either order.
     """
     rng = random.Random(seed)
-    pairs = list(combinations(range(2, 50), 2))
+    pairs = list(combinations(range(2, 30), 2))
     rng.shuffle(pairs)
     for place, pair in enumerate(pairs):
         a, b = rng.sample(pair, 2)

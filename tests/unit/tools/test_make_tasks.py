@@ -17,13 +17,13 @@ def test_questions_about_numbers_have_right_answers_and_no_pair_is_in_both_split
         "--num-test",
         "150",
         "--num-train",
-        "3234",
+        "984",
         "--out",
         tmp_path,
     ]
     subprocess.run(tool, check=True)
     pairs = {}
-    for split, count in (("train", 3234), ("test", 150)):
+    for split, count in (("train", 984), ("test", 150)):
         rows = [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
         assert len(rows) == count
         pairs[split] = set()
