@@ -265,6 +265,7 @@ def measure_links(model: str, dtype: Dtype) -> dict[str, float]:
     import torch.distributed as dist
 
     from rl.config.rollout import Rollout
+    from rl.models import read_hf_config
     from rl.rollout.engine import RolloutEngine
     from rl.rollout.vllm_model import ServedModel
     from rl.runtime.session import session
@@ -291,6 +292,8 @@ def measure_links(model: str, dtype: Dtype) -> dict[str, float]:
 
         out["gather_small"], out["scatter_small"] = exchanges(256)
         out["gather_large"], out["scatter_large"] = exchanges(MIB)
+        if read_hf_config(model)["num_attention_heads"] % ranks.world_size:
+            return out  # the model has no tensor parallel engine on these ranks
         rollout = Rollout(tp=ranks.world_size, cpu_kv_cache_mib=64)
         served = ServedModel(model, dtype, max_tokens=64, frozen=True)
         RolloutEngine(served, rollout, seed=1, device=device)
