@@ -124,8 +124,10 @@ def take(name: str, row: Row, model: Path, out: Path, steps: int) -> tuple[str, 
     run = out / "run"
     shutil.rmtree(run, ignore_errors=True)
     config = yaml.safe_load(CONFIG)
-    if {"algorithm=sft", "algorithm=dpo"} & set(row.overrides):
-        del config["reward"], config["rollout"]
+    without = {"algorithm=sft": ("reward", "rollout"), "algorithm=dpo": ("reward", "rollout")}
+    without["algorithm=distill"] = ("reward",)
+    for section in without.get(next(iter(row.overrides), ""), ()):
+        del config[section]
     (out / "config.yaml").write_text(yaml.dump(config))
     overrides = [option.replace("OUT", str(out)).replace("MODEL", str(model)) for option in row.overrides]
     overrides = [f"model.path={model}", f"data.train=[{out}/train.jsonl]", *overrides]
