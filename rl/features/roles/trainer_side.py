@@ -188,7 +188,7 @@ class GenerationByRoles(Sampler):
         if state["groups"] and state["samples_per_prompt"] != n:
             raise ConfigError(
                 f"rollout.samples_per_prompt={n}, but the checkpoint holds groups of "
-                f"{state['samples_per_prompt']} samples; resume with that of the saved run."
+                f"{state['samples_per_prompt']} samples; resume with the value of the saved run."
             )
         for key, source, number in state["groups"]:
             (group, _), _ = key

@@ -211,8 +211,8 @@ def _pixels_of(batch: Batch, sample: int, images: tuple[PromptImage, ...]) -> li
     for number, (part, image) in enumerate(zip(parts, images), start=1):
         if zlib.crc32(part.data) != image.digest:
             raise WrongImages(
-                f"image check: image {number} of sample {sample} has other pixels than that of its prompt: "
-                "images were exchanged on the way, or ranks decode the file differently."
+                f"image check: image {number} of sample {sample} has other pixels than the image "
+                "of its prompt: images were exchanged on the way, or ranks decode the file differently."
             )
     return [part.reshape(image.height, image.width, 3) for part, image in zip(parts, images)]
 
