@@ -30,7 +30,7 @@ from rl.checks.logprobs import (
     present_tokens,
     rounding_limit,
 )
-from rl.checks.noise import ENTROPY_SLACK, DrawnEntropy, Gaps, check_direction
+from rl.checks.noise import ENTROPY_SLACK, Direction, DrawnEntropy, Gaps
 from rl.checks.rounding import RoundingNoise
 from rl.checks.slope import SlopeCheck
 from rl.checks.staleness import check_present
@@ -87,6 +87,7 @@ class Checks:
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         self._slope = SlopeCheck(policy)
         self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
+        self._direction = Direction()
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked already in this process (`rl.checks.objective`)."""
 
@@ -227,10 +228,11 @@ class Checks:
         return present_tokens(batch, self._policy.version, whole=whole)
 
     def _along_reference(self, batch: Batch) -> None:
-        """Run `check_direction` as soon as both the old and the reference log-probs are known."""
+        """Run `Direction.check` as soon as both the old and the reference log-probs are known."""
         columns = batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs
         if self._limit and all(column is not None for column in columns):
-            check_direction(batch, present_tokens(batch, self._policy.version, whole=True))
+            version = self._policy.version
+            self._direction.check(batch, present_tokens(batch, version, whole=True), version=version)
 
     def _against_engine(
         self, batch: Batch, plans: list[MicroBatchPlan], entropy: Tensor | None

@@ -27,7 +27,8 @@ FLOOR = 1e-3
 MIN_UNITS = 32
 """Minimum number of prompts that a rank, and that all other ranks together, must have to be compared."""
 MIN_PROMPTS = 16
-"""Minimum number of prompts of a step in which the gaps are compared with the distance from the reference."""
+"""Minimum number of prompts, of one or more steps, whose gaps are compared with the distance from the
+reference."""
 ENTROPY_SLACK = 8
 """Divisor of the bound for log-probs: the mean of -log q may differ from the entropy by the quotient."""
 DEVIATIONS = 9.0
@@ -221,30 +222,47 @@ class Gaps:
         )
 
 
-def check_direction(batch: Batch, counted: Tensor) -> None:
-    """Raise LogprobMismatch if engine and trainer differ along the policy's distance from the reference.
+class Direction:
+    """Compares the differences of engine and trainer with the policy's distance from the reference.
 
     For example, if an engine applies the adapter with another scale, its log-probs are shifted in proportion
     to this distance. The same is true for an engine whose weights mix the policy and the reference. As long
     as the policy has learned little, the shift is below the bound of rounding. The standard error is computed
     over prompts, because the samples of one prompt may be equal.
-
-    counted: bool [T], the tokens that the present weights sampled.
     """
-    assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
-    gaps = torch.where(counted, batch.old_logprobs - batch.rollout_logprobs, 0.0).double()
-    # The distance is taken from the mean of engine and trainer, so that neither side's noise adds to the
-    # slope.
-    distance = (batch.old_logprobs + batch.rollout_logprobs) / 2 - batch.ref_logprobs
-    distance = torch.where(counted, distance, 0.0).double()
-    products = _by_prompt(batch, gaps * distance)
-    squares = _by_prompt(batch, distance.square())
-    total = float(squares.sum())
-    if len(squares) < MIN_PROMPTS:
-        return
-    of_reference = torch.where(counted, batch.rollout_logprobs - batch.ref_logprobs, 0.0).double()
-    far, near = (_by_prompt(batch, each.square()) for each in (gaps, of_reference))
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, Tensor] = {}
+        """Version of the policy -> sums of its prompts, float64 [4, prompts], not compared yet."""
+
+    def check(self, batch: Batch, counted: Tensor, *, version: int) -> None:
+        """Raise LogprobMismatch if engine and trainer differ along the policy's distance from the reference.
+
+        The prompts of a step with fewer than MIN_PROMPTS wait for the prompts of the next steps.
+
+        counted: bool [T], the tokens that the present weights sampled. version: the policy's.
+        """
+        assert batch.rollout_logprobs is not None and batch.old_logprobs is not None
+        assert batch.ref_logprobs is not None
+        own, engine = batch.old_logprobs, batch.rollout_logprobs
+        # The distance is taken from the mean of engine and trainer, so that neither side's noise adds to the
+        # slope.
+        differences = own - engine, (own + engine) / 2 - batch.ref_logprobs, engine - batch.ref_logprobs
+        gaps, distance, of_reference = (torch.where(counted, each, 0.0).double() for each in differences)
+        terms = gaps * distance, distance.square(), gaps.square(), of_reference.square()
+        self._waiting[version] = torch.stack([_by_prompt(batch, each) for each in terms])
+        products, squares, far, near = torch.cat(list(self._waiting.values()), dim=1)
+        if len(squares) >= MIN_PROMPTS:
+            self._waiting.clear()
+            _check_direction(products, squares, far, near)
+
+
+def _check_direction(products: Tensor, squares: Tensor, far: Tensor, near: Tensor) -> None:
+    """Raise LogprobMismatch as `Direction.check` does.
+
+    Sums over the tokens of each prompt, float64 [prompts]. products: gap * distance. squares: distance ** 2.
+    far: gap ** 2, the engine's squared distance from the policy. near: from the reference.
+    """
     logs = (far / near)[(far > 0) & (near > 0)].log()
     error = float(logs.std()) / len(logs) ** 0.5 if len(logs) >= MIN_PROMPTS else math.inf
     if float(logs.mean()) - DEVIATIONS * error > math.log(NEARER):
@@ -253,7 +271,8 @@ def check_direction(batch: Batch, counted: Tensor) -> None:
             f"the reference than to the policy's, over {len(logs)} prompts: the engine generates without "
             "what the policy has learned, such as its adapter."
         )
-    if total <= MIN_DISTANCE * float(gaps.square().sum()):
+    total = float(squares.sum())
+    if total <= MIN_DISTANCE * float(far.sum()):
         return  # the distance is noise
     slope = float(products.sum()) / total
     error = float((products - slope * squares).square().sum().sqrt()) / total

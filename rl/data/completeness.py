@@ -40,7 +40,7 @@ class ChatPart(NamedTuple):
     kind: str
     """A key of REMEDIES."""
     owner: str
-    """What the error calls it, for example "the content of message 2 of 3 (role user)"."""
+    """Name of the part in an error, for example "the content of message 2 of 3 (role user)"."""
     holder: dict
     """The dict that holds it under `key`."""
     key: str

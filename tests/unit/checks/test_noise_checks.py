@@ -8,7 +8,7 @@ import torch
 
 from rl.checks.batches import CheckFailed
 from rl.checks.logprobs import LogprobMismatch, present_tokens
-from rl.checks.noise import DrawnEntropy, Gaps, check_direction
+from rl.checks.noise import Direction, DrawnEntropy, Gaps
 from rl.checks.rounding import ENDED, RoundingNoise
 from rl.data.batch import Batch
 
@@ -46,20 +46,32 @@ def test_a_doubled_scale_is_named_before_the_bound_of_rounding():
     rng = np.random.default_rng(0)
     wrong = batch_of(rng, scale=2.0, learned=0.05)
     with pytest.raises(LogprobMismatch, match=r"differ by \+0.6\d times the policy's distance"):
-        check_direction(wrong, wrong.mask > 0)
+        Direction().check(wrong, wrong.mask > 0, version=0)
     without = batch_of(rng, scale=0.0, learned=0.05)
     with pytest.raises(LogprobMismatch, match=r"\d times nearer to those of the reference"):
-        check_direction(without, without.mask > 0)
+        Direction().check(without, without.mask > 0, version=0)
     for learned in (0.0, 0.001, 0.01, 0.05, 1.0):
         for number in range(20):
             healthy = batch_of(rng, learned=learned, of_reference=NOISE * (number % 2))
-            check_direction(healthy, healthy.mask > 0)
+            Direction().check(healthy, healthy.mask > 0, version=0)
+
+
+def test_prompts_of_small_steps_are_compared_together():
+    rng, check = np.random.default_rng(8), Direction()
+    for version in range(2):
+        wrong = batch_of(rng, scale=2.0, learned=0.05)
+        wrong = replace(wrong, groups=torch.arange(SAMPLES) // 8)
+        if version:
+            with pytest.raises(LogprobMismatch, match=r"times the policy's distance from the reference"):
+                check.check(wrong, wrong.mask > 0, version=version)
+        else:
+            check.check(wrong, wrong.mask > 0, version=version)
 
 
 def test_equal_log_probs_have_no_direction():
     batch = batch_of(np.random.default_rng(4))
     batch.old_logprobs = batch.ref_logprobs = batch.rollout_logprobs
-    check_direction(batch, batch.mask > 0)
+    Direction().check(batch, batch.mask > 0, version=0)
 
 
 def compare(gaps: Gaps, batch: Batch, ranks: torch.Tensor) -> None:
