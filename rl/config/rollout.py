@@ -52,8 +52,9 @@ class Rollout:
     replica generates in a step."""
     gpu_memory_utilization: Annotated[float, PROBABILITY] = 0.5
     """Fraction of a GPU's memory that the engine may take while it is awake. No effect on CPU."""
-    cpu_kv_cache_mib: Annotated[int, AT_LEAST_ONE] = 64
-    """KV cache per rank on CPU, in MiB; released while the trainer works."""
+    cpu_kv_cache_mib: Annotated[int, AT_LEAST_ONE] = 512
+    """Maximum KV cache per rank on CPU, in MiB. Only the part that is used takes memory, and it is released
+    while the trainer works."""
     kv_offload_gib: Annotated[float, NOT_NEGATIVE] = 0.0
     """Host memory per rank for the KV cache of ended turns of trajectories, in GiB: the next turn reads from
     it what the engine's cache no longer holds. Emptied at each refit. 0: none."""

@@ -77,8 +77,7 @@ def _host_memory() -> dict[str, int]:
 def return_free_memory() -> None:
     """Make glibc return freed memory to the system; does nothing with another C library.
 
-    Otherwise freed memory between tensors of many sizes accumulates: a few per cent in 100 steps of a small
-    run.
+    Otherwise freed memory between tensors of many sizes accumulates.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -17,9 +17,11 @@ from rl.run_directory.progress import Progress
 from rl.runtime import tracing
 from rl.runtime.device import Device
 
-TRIM_EVERY = 10
-"""Interval, in steps, at which freed host memory is returned to the system. Returning it more often costs
-time: mapping the memory again caused half of the page faults of a small step."""
+TRIM_GROWTH = 1.1
+"""Freed host memory is returned to the system when resident memory has grown by this factor since the last
+return. Returning it in each step costs time: mapping the memory again caused half of the page faults of a
+small step. Never returning it costs memory: a model of 135 million parameters grew from 3.0 to 5.5 GiB per
+rank in six steps on CPUs, and 1.7 GiB of it were free."""
 
 
 class StepRecord:
@@ -56,6 +58,8 @@ class StepRecord:
         self.after_phase: Callable[[str], None] | None = None
         """Called at the end of each phase with the <timing> of the phase."""
         self._first: int | None = None
+        self._resident = 0
+        """Resident memory after the last return of freed memory, in bytes."""
 
     @property
     def is_first_of_start(self) -> bool:
@@ -70,8 +74,6 @@ class StepRecord:
         self.operations.clear()
         if self._first is None and number > 0:
             self._first = number
-        if number % TRIM_EVERY == 0:
-            return_free_memory()
         tracing.begin_step(number)
         self.watchdog.tracker.begin_step(number)
         self.agreement.begin_step()
@@ -92,7 +94,7 @@ class StepRecord:
                 if is_cuda:
                     own = self.device.torch
                     peaks = torch.cuda.max_memory_allocated(own), torch.cuda.max_memory_reserved(own)
-                memory = (resident_bytes(), *peaks)
+                memory = (self._trim(), *peaks)
                 host, allocated, reserved = self.agreement.check(entry, batch or {}, self.events, memory)
             largest = max(host / GIB, self.metrics.get("perf/host_memory_gib", 0.0))
             self.metrics["perf/host_memory_gib"] = largest
@@ -103,6 +105,14 @@ class StepRecord:
                 yield
             if self.after_phase is not None:
                 self.after_phase(timing)
+
+    def _trim(self) -> int:
+        """Return the resident memory in bytes; if it has grown, then return freed memory to the system."""
+        resident = resident_bytes()
+        if resident > TRIM_GROWTH * self._resident:
+            return_free_memory()
+            self._resident = resident_bytes()
+        return resident
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

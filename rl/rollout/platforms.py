@@ -118,6 +118,14 @@ vLLM's other backend, the default on hosts with AMX, removes kv_b_proj.weight an
 """
 
 
+CACHE_BLOCK = 32
+"""Tokens of a block of the KV cache on a CPU, the smallest number that vLLM's kernels take.
+
+Samples of a prompt share its whole blocks. With vLLM's default of 128, the eight samples of a prompt of 109
+tokens share nothing, and the prompt is computed eight times.
+"""
+
+
 class Cpu(Platform):
     """vLLM's CPU build, with the sampler and the scheduler of this program."""
 
@@ -125,6 +133,7 @@ class Cpu(Platform):
         options: dict = dict(
             enforce_eager=True,
             kv_cache_memory_bytes=engine.config.cpu_kv_cache_mib << 20,
+            block_size=CACHE_BLOCK,
             scheduler_cls="rl.rollout.cpu_scheduler.DecodeScheduler",
             compilation_config={"custom_ops": ["all"]},
         )
@@ -132,6 +141,7 @@ class Cpu(Platform):
             # vLLM's CPU rotary kernel is wrong for 3-dimensional queries.
             options["compilation_config"]["custom_ops"].append("-rotary_embedding")
             options["attention_backend"] = MLA_BACKEND
+            del options["block_size"]  # the backend has its own
         return options
 
     def built(self, engine: "RolloutEngine") -> None:

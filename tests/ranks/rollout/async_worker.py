@@ -37,7 +37,7 @@ from rl.training.grid import build_grid  # noqa: E402
 KINDS = ("stream", "abort", "weights", "preempt", "interrupt", "sleep")
 CAPACITY = 7
 PROMPTS = [np.roll(np.arange(6, 102, dtype=np.int32).repeat(2), 7 * i)[: 100 + 9 * i] for i in range(6)]
-"""Some fill a block of 128 tokens of the KV cache, which later requests find in the prefix cache."""
+"""They fill blocks of the KV cache, which later requests find in the prefix cache."""
 PLAIN = Sampling(1, 24, 1.5, 0.98)
 
 

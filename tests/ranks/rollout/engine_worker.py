@@ -49,8 +49,10 @@ from tests.checkpoints import SIZES  # noqa: E402
 
 PLAIN = Sampling(3, 10, temperature=0.9)
 PROMPTS = [np.arange(10, 10 + n, dtype=np.int32) for n in (3, 20, 7, 1)]
-LONG_PROMPTS = [np.roll(np.arange(6, 102, dtype=np.int32).repeat(2), 7 * i)[: 130 + 5 * i] for i in range(8)]
-"""Each fills a block of 128 tokens of the KV cache, which the prefix cache keeps until it is evicted."""
+LONG_PROMPTS = [
+    np.roll(np.arange(6, 102, dtype=np.int32).repeat(2), 7 * i)[: 130 + 5 * (i % 8)] for i in range(24)
+]
+"""Each fills four or five blocks of the KV cache, which the prefix cache keeps until they are evicted."""
 
 
 class EngineSteps:
