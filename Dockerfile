@@ -32,6 +32,7 @@ RUN bash tools/install_cuda.sh packages
 COPY setup.py train_rl.py README.md ./
 COPY rl rl/
 COPY launch launch/
+COPY lockstep lockstep/
 COPY configs configs/
 COPY slurm slurm/
 COPY tools tools/

@@ -5,11 +5,34 @@ which tests/unit/test_packaging.py checks. The set follows from vLLM, which pins
 """
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 here = Path(__file__).parent
+
+HOME = ("rl", "launch", "tools", "slurm", "configs", "train_rl.py", "setup.py", "README.md")
+"""What a wheel has in lockstep/home, in the folders of a checkout: only `lockstep` is a top-level name."""
+
+
+class Build(build_py):
+    """Adds lockstep/home to a wheel. An editable installation uses the checkout itself."""
+
+    def run(self):
+        super().run()
+        if self.editable_mode:
+            return
+        home = Path(self.build_lib, "lockstep", "home")
+        for source in (here / name for name in HOME if (here / name).exists()):
+            if source.is_dir():
+                left_out = shutil.ignore_patterns("__pycache__", "site.sh")
+                shutil.copytree(source, home / source.name, dirs_exist_ok=True, ignore=left_out)
+            else:
+                home.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, home)
+
 
 # Imports of the program besides torch, Megatron and vLLM, on CPU and CUDA.
 program = [
@@ -82,15 +105,18 @@ extras = {
 }
 
 setup(
-    name="lockstep",
+    name="lockstep-rl",  # `lockstep` on the package index is another project
     version=re.search(r'^__version__ = "(.+)"$', (here / "rl" / "__init__.py").read_text(), re.MULTILINE)[1],
     description="Reinforcement learning on large language models as one SPMD program, native to Slurm",
+    long_description=(here / "README.md").read_text() if (here / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.11",
-    packages=find_packages(include=["rl", "rl.*", "launch", "launch.*"]),
-    py_modules=["train_rl"],
-    package_data={"rl": ["py.typed"], "launch": ["py.typed"], "rl.run_directory": ["metrics.yaml"]},
+    packages=find_packages(include=["lockstep"]),
+    package_data={"lockstep": ["py.typed"]},
+    cmdclass={"build_py": Build},
+    entry_points={"console_scripts": ["lockstep = lockstep.__main__:main"]},
     # With an explicit root `pip install -e` writes one path line, not an import hook that lists the present
     # packages, so that a new package is found without a new installation.
     package_dir={"": "."},

@@ -34,15 +34,16 @@ PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 """Options that make the program print and exit."""
 
 
-def main() -> int:
-    """Read the command line, start torch.distributed, run, and return the exit code.
+def main(argv: list[str] | None = None) -> int:
+    """Read the command line `argv` (None: sys.argv), start torch.distributed, run, and return the exit code.
 
     Once torch.distributed has started, a code other than 0 ends the process here (`leave`).
     """
-    if "--dry-run" in sys.argv[1:]:
+    argv = sys.argv[1:] if argv is None else argv
+    if "--dry-run" in argv:
         from rl.dry_run.command import main as dry_run
 
-        return dry_run(sys.argv[1:])
+        return dry_run(argv)
     from rl.runtime import start_up
 
     start_up.pause_collection()
@@ -68,7 +69,7 @@ def main() -> int:
         nowhere = io.StringIO()  # only rank 0 prints the usage and --help
         out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (nowhere, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            command = parse_command_line(Config, sys.argv[1:], description=__doc__)
+            command = parse_command_line(Config, argv, program=Path(sys.argv[0]).name, description=__doc__)
         config = load_config(command.config, command.overrides)
         points = load_points(command.config, command.overrides) if config.sweep.is_on else []
         warnings = check(config, points)
@@ -330,4 +331,7 @@ if __name__ == "__main__":
         from rl.stopping.signals import end_on_closed_pipe
 
         end_on_closed_pipe()
-    leave(main())
+    from lockstep.__main__ import call
+    from lockstep.commands import COMMANDS
+
+    leave(call(COMMANDS["train"], sys.argv[1:]))

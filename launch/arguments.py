@@ -18,7 +18,7 @@ OPTIONS = [
 def make_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
     """Return the parser of a command, described by the docstring of its module."""
     return argparse.ArgumentParser(
-        prog=f"python -m launch {command}",
+        prog=f"lockstep {command}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -52,7 +52,7 @@ def resources_of(arguments: argparse.Namespace) -> Resources:
 
 def as_typed(command: str, argv: list[str]) -> str:
     """Return the command as the user typed it, on one line."""
-    return f"python -m launch {command} {shlex.join(argv)}".replace("\n", " ")
+    return f"lockstep {command} {shlex.join(argv)}".replace("\n", " ")
 
 
 def warn(text: str) -> None:

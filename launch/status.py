@@ -1,4 +1,4 @@
-"""`python -m launch status [DIR ...]`: print a table of runs.
+"""`lockstep status [DIR ...]`: print a table of runs.
 
 DIR is a run directory, the directory of a sweep, or a directory that contains runs or sweeps (default: runs).
 States: queued, running, stopped (can continue), finished, failed, lost, unstarted, unreadable (the column

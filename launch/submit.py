@@ -1,4 +1,4 @@
-"""`python -m launch submit`: submit one run as a job of Slurm, PBS Pro, LSF or Flux.
+"""`lockstep submit`: submit one run as a job of Slurm, PBS Pro, LSF or Flux.
 
 The command writes the batch file RUN_DIR/launch/job.sbatch (or .pbs, .lsf, .flux). It prints the file, the
 resolved config, an estimate of memory and time, and the GPU-hours. Then it submits the file. Arguments after
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         return 0
     job = scheduler.submit(file, name=config.run.name)
     note_job(directory, job)
-    print(f"\nsubmitted job {job}; python -m launch status {shlex.quote(config.run.dir)}")
+    print(f"\nsubmitted job {job}; lockstep status {shlex.quote(config.run.dir)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`python -m launch sweep SWEEP.yaml`: submit many runs as one job array, or in one job.
+"""`lockstep sweep SWEEP.yaml`: submit many runs as one job array, or in one job.
 
 Each run has a directory of its own. The command writes SWEEP_DIR/launch (the batch file, the overrides of
 each point, the list of submissions). It then submits one array, of which at most `at_a_time` tasks run at
@@ -103,7 +103,7 @@ def main(argv: list[str]) -> int:
     job = scheduler.submit(file, name=sweep.name, tasks=array, at_a_time=at_a_time)
     note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
     what = f"job {job} with {len(tasks)} points" if in_one_job else f"array {job} with {len(tasks)} tasks"
-    print(f"\nsubmitted {what}; python -m launch status {shlex.quote(str(directory))}")
+    print(f"\nsubmitted {what}; lockstep status {shlex.quote(str(directory))}")
     return 0
 
 

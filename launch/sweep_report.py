@@ -1,4 +1,4 @@
-"""`python -m launch report SWEEP`: draw the curves of a sweep's runs in one picture, and write a page of
+"""`lockstep sweep report SWEEP`: draw the curves of a sweep's runs in one picture, and write a page of
 results.
 
 SWEEP is the directory of a sweep, or several run directories. The command writes SWEEP/report.png and
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     if not records:
         raise ConfigError(
             f"no metrics.jsonl in {', '.join(map(str, values))}: no step has ended yet, or the runs lie in "
-            "directories below; name those (python -m launch status lists them)."
+            "directories below; name those (lockstep status lists them)."
         )
     metric, curves = curves_of(records, arguments.metric)
     out = arguments.out or arguments.directories[0]

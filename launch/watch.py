@@ -1,4 +1,4 @@
-"""`python -m launch watch RUN`: show a live view of a run in progress, read from its files.
+"""`lockstep watch RUN`: show a live view of a run in progress, read from its files.
 
 The command works on any machine that sees the run directory, also over a slow shared file system. It reads
 only the new lines of metrics.jsonl and, every 15 s, the heartbeats of all ranks. It ends when the run ends.
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     if not (arguments.run / "status.json").is_file():
         raise ConfigError(
             f"{arguments.run} has no status.json; name the directory of a run that has started "
-            "(python -m launch status lists them)."
+            "(lockstep status lists them)."
         )
     if arguments.interval <= 0:
         raise ConfigError(f"--interval={arguments.interval} must be positive.")

@@ -87,7 +87,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = count(args.run)
     except OSError as error:
-        sys.exit(f"consumed: {error}; only runs with rollout.carry_over=true or roles write the file.")
+        print(
+            f"error: {error}; only runs with rollout.carry_over=true or roles write the file.",
+            file=sys.stderr,
+        )
+        return 2
     print(found.line())
     return 0 if found.is_exact else 1
 

@@ -188,7 +188,7 @@ def get_model(name: str | None, gguf: Path | None, out: Path) -> str:
     return f"{out}: {number / 1e6:.1f} million parameters in bfloat16; {QUESTION} {said}"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -196,17 +196,14 @@ def main() -> int:
     what.add_argument("name", nargs="?", choices=tuple(MODELS), metavar="NAME", help=", ".join(MODELS))
     what.add_argument("--gguf", type=Path, help="a GGUF file of any architecture that transformers reads")
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint; must not exist")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         print(f"get_model: {get_model(arguments.name, arguments.gguf, arguments.out)}")
     except NoModel as error:
-        print(f"get_model: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(
-            f"get_model: --out={arguments.out}: {error.strerror or error}; nothing was saved.",
-            file=sys.stderr,
-        )
+        print(f"error: --out={arguments.out}: {error.strerror or error}; nothing was saved.", file=sys.stderr)
         return 2
     return 0
 

@@ -161,7 +161,7 @@ def make_agent_toy(task: str, out: str | Path, *, seed: int = 0, experts: int = 
     return out
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -170,7 +170,7 @@ def main() -> None:
     add("--out", required=True, help="directory to write to")
     add("--seed", type=int, default=0, help="seed of the data and the weights")
     add("--experts", type=int, default=0, help="experts per layer of a mixture; 0 makes a dense model")
-    arguments = vars(parser.parse_args())
+    arguments = vars(parser.parse_args(argv))
     out = make_agent_toy(**arguments)
     print(f"wrote {out}/train.parquet, test.parquet, warm_up.parquet and model")
 

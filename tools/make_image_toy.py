@@ -151,7 +151,7 @@ def make_image_toy(out: str | Path, *, seed: int = 0, rows: int = 2000, hidden: 
     return out
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the images and the weights")
     parser.add_argument("--rows", type=int, default=2000, help="training rows")
     parser.add_argument("--hidden", type=int, default=128, help="hidden size")
-    arguments = vars(parser.parse_args())
+    arguments = vars(parser.parse_args(argv))
     out = make_image_toy(arguments.pop("out"), **arguments)
     print(f"wrote {out}/train.parquet, test.parquet, shuffled.parquet and model")
 

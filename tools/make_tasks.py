@@ -151,7 +151,7 @@ def make_tasks(arguments: argparse.Namespace) -> dict[str, list[Row]]:
     return {s: list(reasoning_gym_rows(names, options, first[s], size)) for s, size in sizes.items()}
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -162,11 +162,11 @@ def main() -> int:
     parser.add_argument("--num-train", type=int, default=4096)
     parser.add_argument("--num-test", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         splits = make_tasks(arguments)
     except (ValueError, ModuleNotFoundError) as error:
-        print(f"make_tasks: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     arguments.out.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():

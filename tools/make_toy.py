@@ -220,7 +220,7 @@ def make_toy(out: str | Path, *, seed: int = 0, **sizes: Any) -> Path:
     return out
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -233,7 +233,7 @@ def main() -> None:
     add("--kv-heads", type=int, default=2, help="key/value heads")
     add("--intermediate", type=int, default=384, help="size of the MLP")
     add("--tie", action="store_true", help="share the input and output embedding")
-    arguments = vars(parser.parse_args())
+    arguments = vars(parser.parse_args(argv))
     try:
         out = make_toy(arguments.pop("out"), **arguments)
     except ValueError as error:

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         traffic = traffic_of(args)
     except (OSError, ValueError) as error:
-        sys.exit(f"plan_refit: {error}")
+        sys.exit(f"error: {error}")
     print(
         report(
             traffic, nvlink_gbps=args.nvlink_gbps, nic_gbps=args.nic_gbps, ranks_per_node=args.ranks_per_node

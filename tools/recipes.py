@@ -135,8 +135,15 @@ def describe(name: str) -> str:
     return "\n".join([*lines, *(f"  published: {line}" for line in recipe.published)])
 
 
-if __name__ == "__main__":
+def main(argv: list[str]) -> int:
+    """Print the named recipes, or all."""
     try:
-        print("\n\n".join(describe(name) for name in sys.argv[1:] or names()))
+        print("\n\n".join(describe(name) for name in argv or names()))
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             compare({path.name: runs[path] for path in args.run_dirs}, png)
     except (OSError, ValueError) as error:
-        sys.exit(f"report: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"plot: {png}")
     return 0 if met else UNMET_EXIT
 

@@ -65,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print_statistics(select(files, args, list(PLACE)))
     except (OSError, ValueError) as error:
-        sys.exit(f"rollouts: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -10,6 +10,7 @@ result with the classes Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM. Needs the 
 import argparse
 import json
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = text_config(json.loads((options.checkpoint / "config.json").read_text()))
         options.out.mkdir(parents=True)
     except (ValueError, OSError) as error:
-        print(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
         return 2
     write(text_tensors(options.checkpoint), options.out)
     (options.out / "config.json").write_text(json.dumps(config, indent=2))

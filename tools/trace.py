@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             print(cost(args.run_dir, steps))
         except OSError as error:
-            sys.exit(f"error: {error}")
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         return 0
     for step, paths in sorted(steps.items()):
         of_ranks = read_each(paths, read_rank)

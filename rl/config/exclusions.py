@@ -279,7 +279,7 @@ EXCLUSIONS = {
     "a sweep": {
         "not adapters": (
             "each point trains an adapter, and would train the base of all; set adapter.kind=lora, or sweep "
-            "with a job array (python -m launch sweep)"
+            "with a job array (lockstep sweep)"
         ),
         "merged adapters": "one engine holds the adapters of all points; set adapter.in_engine=adapter",
         "roles": f"generators take the weights of one policy; {JOB_ARRAY}",

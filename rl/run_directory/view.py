@@ -1,6 +1,6 @@
 """The view of a run on a terminal: its step, its phase, its last metrics, and curves of reward and length.
 
-Rank 0 shows it during a phase (`rl.run_directory.progress`), and `python -m launch watch` draws it from the
+Rank 0 shows it during a phase (`rl.run_directory.progress`), and `lockstep watch` draws it from the
 files of a run.
 """
 

@@ -326,7 +326,7 @@ def test_a_reader_that_leaves_ends_it_silently(place):
 def test_a_submission_nobody_reads_says_where_to_look(place):
     done = run_into_closed_pipe("submit", *TestSubmit.arguments)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "python -m launch status" in done.stderr
+    assert "lockstep status" in done.stderr
 
 
 def test_submitting_needs_neither_torch_nor_submitit(place):

@@ -40,7 +40,7 @@ def test_imports_point_down():
 def test_only_the_table_names_the_options():
     """The trunk asks `rl.config.wing` for an option, so that the option's folder can be removed."""
     trunk = [
-        *(file for top in ("rl", "launch", "tools") for file in (ROOT / top).rglob("*.py")),
+        *(file for top in ("rl", "launch", "lockstep", "tools") for file in (ROOT / top).rglob("*.py")),
         ROOT / "train_rl.py",
     ]
     naming = [
@@ -106,7 +106,7 @@ def test_a_class_name_names_one_class():
     classes: dict[str, dict[str, str]] = {}
     program = [
         ROOT / "train_rl.py",
-        *(file for top in ("rl", "launch", "tools") for file in (ROOT / top).rglob("*.py")),
+        *(file for top in ("rl", "launch", "lockstep", "tools") for file in (ROOT / top).rglob("*.py")),
     ]
     for file in program:
         tree, path = ast.parse(file.read_text()), file.relative_to(ROOT)

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("rl", "launch", "tools", "tests", "train_rl.py", "docs", "README.md")
+FOLDERS = ("rl", "launch", "lockstep", "tools", "tests", "train_rl.py", "docs", "README.md")
 FIGURES: dict[str, tuple[str, float]] = {
     "those": (r"\bthose\b", 0.6),
     "of which": (r"\b(?:(?:of|in) which|whose)\b", 1.2),

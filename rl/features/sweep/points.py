@@ -104,7 +104,7 @@ def run_points(
 
 
 def _record_points(config: Config, points: Sequence[Config]) -> None:
-    """Add the points to launch/sweep.json, for `python -m launch status` and `report`."""
+    """Add the points to launch/sweep.json, for `lockstep status` and `report`."""
     path = Path(config.run.dir, "launch", "sweep.json")
     facts: dict[str, Any] = {"name": config.run.name, "points": []}
     if path.is_file():

@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from launch import __main__ as launch
 from launch.watch import RunFiles
+from lockstep.__main__ import call
+from lockstep.commands import COMMANDS
 from rl.config.limits import PhaseLimits
 from rl.faults.heartbeat import HeartbeatWriter
 from rl.faults.phase_tracker import PhaseTracker
@@ -31,7 +32,7 @@ def rewards(view):
 
 
 def test_watch_prints_step_curve_and_slow_rank(run, capsys):
-    assert launch.main(["watch", str(run), "--once"]) == 0
+    assert call(COMMANDS["watch"], [str(run), "--once"]) == 0
     text = capsys.readouterr().out
     assert "step 2/8" in text and "\u2581\u2588" in text and "slowest now: rank" in text
 
@@ -42,7 +43,7 @@ def test_watch_names_the_slowest_rank_and_the_usual_time_of_a_phase(run, capsys)
     last = {"perf/slowest_rank": 1, "perf/slowest_rank_late_s": 2.5, "timing_s/gen": 250.0}
     records = [{"training/global_step": n, **last} for n in (1, 2)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
-    assert launch.main(["watch", str(run), "--once"]) == 0
+    assert call(COMMANDS["watch"], [str(run), "--once"]) == 0
     host = json.loads((run / "heartbeat" / "rank_1.json").read_text())["host"]
     text = " ".join(capsys.readouterr().out.split())
     assert f"slowest in step 2: rank 1 on {host}, 2.5 s after the first" in text
@@ -61,11 +62,11 @@ def test_watch_reads_what_was_added_and_starts_over(run):
 
 def test_watch_reports_the_end_and_its_reason(run, capsys):
     Status(str(run), max_steps=8, leads=True).fail("rank 1 died")
-    assert launch.main(["watch", str(run), "--once"]) == 0
+    assert call(COMMANDS["watch"], [str(run), "--once"]) == 0
     text = capsys.readouterr().out
     assert "failed" in text and "rank 1 died" in text
 
 
 def test_watch_refuses_a_directory_without_a_run(tmp_path, capsys):
-    assert launch.main(["watch", str(tmp_path)]) == 2
+    assert call(COMMANDS["watch"], [str(tmp_path)]) == 2
     assert "has no status.json" in capsys.readouterr().err

