@@ -87,11 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = count(args.run)
     except OSError as error:
-        print(
-            f"error: {error}; only runs with rollout.carry_over=true or roles write the file.",
-            file=sys.stderr,
-        )
-        return 2
+        sys.exit(f"error: {error}; only runs with rollout.carry_over=true or roles write the file.")
     print(found.line())
     return 0 if found.is_exact else 1
 

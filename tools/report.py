@@ -67,8 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             compare({path.name: runs[path] for path in args.run_dirs}, png)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        sys.exit(f"error: {error}")
     print(f"plot: {png}")
     return 0 if met else UNMET_EXIT
 

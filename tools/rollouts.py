@@ -65,8 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print_statistics(select(files, args, list(PLACE)))
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        sys.exit(f"error: {error}")
     return 0
 
 

@@ -58,8 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             print(cost(args.run_dir, steps))
         except OSError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+            sys.exit(f"error: {error}")
         return 0
     for step, paths in sorted(steps.items()):
         of_ranks = read_each(paths, read_rank)
