@@ -5,7 +5,8 @@
     mpirun -n 2 python train_rl.py --config configs/quickstart.yaml
     python train_rl.py --config configs/quickstart.yaml
 
-`--help` lists every key. `--print-config` prints the resolved configuration. `--dry-run --world-size N`
+`--help` shows the keys that people change first, `--help training` the keys of a section. `--print-config`
+prints the resolved configuration, `--changed` only what differs from the defaults. `--dry-run --world-size N`
 estimates, on a machine without a GPU, whether the run fits into the memory of N GPUs (`--dry-run --help`).
 
 Exit codes: 0, done; 2, the input is invalid, and rank 0 prints one sentence; 75, stopped by a time limit or a
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     from rl.config.checks import check
     from rl.config.command_line import parse_command_line
     from rl.config.options import ConfigError, to_yaml
-    from rl.config.schema import Config, derived_keys, load_config
+    from rl.config.schema import FIRST_KEYS, Config, changed, derived_keys, load_config
     from rl.config.sweep_checks import load_points
     from rl.run_directory.named_metrics import check_named_metrics
     from rl.runtime.ranks import discover
@@ -69,7 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         nowhere = io.StringIO()  # only rank 0 prints the usage and --help
         out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (nowhere, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            command = parse_command_line(Config, argv, program=Path(sys.argv[0]).name, description=__doc__)
+            command = parse_command_line(
+                Config, argv, program=Path(sys.argv[0]).name, description=__doc__, first=FIRST_KEYS
+            )
         config = load_config(command.config, command.overrides)
         points = load_points(command.config, command.overrides) if config.sweep.is_on else []
         warnings = check(config, points)
@@ -79,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         return refuse(error, ranks)
     if command.print_config:
         if ranks.rank == 0:
-            print(to_yaml(config), end="")
+            print(to_yaml(changed(config) if command.changed else config), end="")
         return 0
     if ranks.rank == 0:
         for text in derived:

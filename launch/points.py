@@ -62,7 +62,7 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Swee
             raise ConfigError(f"the sweep gives {key} twice; name it in one of grid, zip, random and seeds.")
         if key not in known:
             raise ConfigError(
-                f"the sweep varies {key}, which is not a config key; train_rl.py --help lists them."
+                f"the sweep varies {key}, which is not a config key; lockstep train --help all lists them."
             )
     if not keys:
         raise ConfigError("the sweep has none of grid, zip, random and seeds, so there is nothing to sweep.")

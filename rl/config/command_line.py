@@ -6,6 +6,7 @@ import functools
 import inspect
 import shutil
 import textwrap
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 
 from rl.config.declarations import texts_under
@@ -20,19 +21,26 @@ class CommandLine:
     """Arguments of the form key=value, in their order."""
     print_config: bool
     """Print the resolved config and leave."""
+    changed: bool = False
+    """Print only the keys that differ from the defaults."""
 
 
 def parse_command_line(
-    cls: type, argv: list[str], *, program: str = "train_rl.py", description: str = ""
+    cls: type,
+    argv: list[str],
+    *,
+    program: str = "train_rl.py",
+    description: str = "",
+    first: Sequence[str] = (),
 ) -> CommandLine:
-    """Parse `--config FILE [key=value ...] [--print-config]`, in any order.
+    """Parse `--config FILE [key=value ...] [--print-config [--changed]]`, in any order.
 
-    `--help` among the arguments prints the usage and every key of `cls`, exit code 0. A usage error exits
-    with code 2.
+    `--help` among the arguments prints the usage, the keys `first` of `cls` and its sections, exit code 0. A
+    word after it selects keys (`selected`). A usage error exits with code 2.
     """
     parser = argparse.ArgumentParser(
         prog=program,
-        usage="%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help]",
+        usage="%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help [WORD]]",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -45,10 +53,20 @@ def parse_command_line(
         "overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2"
     )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
+    parser.add_argument("--changed", action="store_true", help="with --print-config: without defaults")
     parser.add_argument("--dry-run", action="store_true", help="estimate whether it fits: --dry-run --help")
-    parser.add_argument("-h", "--help", action="store_true", help="print this text and exit")
-    if "-h" in argv or "--help" in argv:
-        print(f"{parser.format_help()}\n{help_text(cls)}")
+    word_help = (
+        "this text; with a section: its keys; with a word: keys whose name or text has it; all: every key"
+    )
+    parser.add_argument("-h", "--help", metavar="WORD", nargs="?", help=word_help)
+    if asked := {"-h", "--help"} & set(argv):
+        word = "".join(argv[argv.index(asked.pop()) + 1 :][:1])
+        if not word or word.startswith("-") or "=" in word:
+            print(f"{parser.format_help()}\n{help_text(cls, only=first)}\n{sections_text(cls)}")
+        elif not (keys := selected(cls, word)):
+            parser.error(f"--help {word}: no section, key or text of a key has this word")
+        else:
+            print(help_text(cls, only=keys))
         raise SystemExit(0)
     files = [argument for argument in argv if argument.endswith((".yaml", ".yml")) and "=" not in argument]
     if files and not any(argument.startswith("--config") for argument in argv):
@@ -60,23 +78,46 @@ def parse_command_line(
     for override in arguments.overrides:
         if "=" not in override:
             parser.error(f"argument '{override}' is not of the form key=value, such as run.seed=2")
-    return CommandLine(arguments.config, arguments.overrides, arguments.print_config)
+    return CommandLine(
+        arguments.config, arguments.overrides, arguments.print_config or arguments.changed, arguments.changed
+    )
 
 
-def help_text(cls: type, width: int | None = None) -> str:
-    """Return every key with type, default and doc, grouped by section, wrapped to `width` columns (None: the
-    terminal's)."""
+def selected(cls: type, word: str) -> list[str]:
+    """Return the keys of a section, or else those with the word in name or text; for "all", every key."""
+    keys, docs = list(flatten(cls())), tree_docs(cls)
+    if word == "all":
+        return keys
+    of_section = [key for key in keys if key == word or key.startswith(f"{word}.")]
+    return of_section or [key for key in keys if word.lower() in f"{key} {docs[key]}".lower()]
+
+
+def sections_text(cls: type) -> str:
+    """Return the sections at the top level, each with its number of keys and the names of its first ones."""
+    lines = ["sections (--help SECTION, --help WORD, --help all)"]
+    for section in (key for key, kind in tree_keys(cls).items() if is_dataclass(kind) and "." not in key):
+        keys = [key.removeprefix(f"{section}.") for key in selected(cls, section)]
+        count = f"{len(keys)} key{'s' if len(keys) > 1 else ' '}"
+        lines.append(f"  {section:19}{count:9}{', '.join(keys[:4])}{', ...' * (len(keys) > 4)}")
+    return "\n".join(lines) + "\n"
+
+
+def help_text(cls: type, width: int | None = None, *, only: Collection[str] | None = None) -> str:
+    """Return every key, or the keys `only`, with type, default and doc, grouped by section.
+
+    width: columns to wrap to (None: the terminal's)."""
     columns = min(max(width or shutil.get_terminal_size().columns, 40), 120)
     wrap = functools.partial(textwrap.fill, width=columns, break_long_words=False, break_on_hyphens=False)
     keys, docs, defaults = tree_keys(cls), tree_docs(cls), flatten(cls())
     blocks = []
     for section in ["", *(key for key, annotation in keys.items() if is_dataclass(annotation))]:
         lines = [section or "top level"]
-        for key in (key for key in defaults if parent(key) == section):
+        for key in (key for key in defaults if parent(key) == section and (only is None or key in only)):
             about = f"{key}  ({type_name(keys[key])}; default {show(defaults[key])})"
             lines.append(wrap(about, initial_indent="  ", subsequent_indent="    "))
             lines.append(wrap(docs[key], initial_indent="      ", subsequent_indent="      "))
-        blocks.append("\n".join(lines))
+        if len(lines) > 1:
+            blocks.append("\n".join(lines))
     return "\n\n".join(blocks) + "\n"
 
 

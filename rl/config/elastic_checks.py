@@ -42,7 +42,7 @@ def check_elastic(config: Config) -> None:
             if key not in known or not key.startswith(VARYING):
                 raise ConfigError(
                     f"run.elastic.layouts sets {key}, but layouts differ only in keys of training, rollout "
-                    "and roles; move it out of the layout (train_rl.py --help lists the keys)."
+                    "and roles; move it out of the layout (lockstep train --help all lists the keys)."
                 )
     if seen and min(seen) > least:
         raise ConfigError(

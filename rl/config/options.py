@@ -537,5 +537,6 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """Return the whole tree as YAML; `load` reads it back to an equal tree."""
-    return yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    """Return a whole tree, or a mapping of some of its keys, as YAML, which `load` reads back."""
+    tree = asdict(config) if is_dataclass(config) and not isinstance(config, type) else config
+    return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)

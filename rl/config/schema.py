@@ -406,6 +406,29 @@ class Config:
     memory: Memory = field(default_factory=Memory)
 
 
+FIRST_KEYS = (
+    "algorithm",
+    "run.name",
+    "run.dir",
+    "run.max_steps",
+    "model.path",
+    "data.train",
+    "data.val",
+    "data.prompts_per_step",
+    "data.max_prompt_tokens",
+    "training.tp",
+    "training.prompts_per_minibatch",
+    "training.optimizer.lr",
+    "rollout.samples_per_prompt",
+    "rollout.max_response_tokens",
+    "rollout.temperature",
+    "rollout.tp",
+    "reward.function",
+    "objective.kl_coef",
+    "validation.every",
+    "checkpoint.every",
+)
+"""The keys that people change first, which `--help` shows."""
 CHECK_SUFFIX = "-check"
 """Suffix of the directory of run.mode=check: for example runs/x-check beside runs/x."""
 
@@ -417,6 +440,20 @@ def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for an unknown key, a wrong type or an unknown algorithm.
     """
     return resolve(expand_paths(_load(path, overrides)[0]))
+
+
+def changed(config: Config) -> dict[str, Any]:
+    """Return the keys of a resolved config that differ from the algorithm's defaults, by section."""
+    defaults = flatten(load_config(None, [f"algorithm={config.algorithm}"]))
+    tree: dict[str, Any] = {"algorithm": config.algorithm}
+    for key, value in flatten(config).items():
+        if value != defaults[key]:
+            *sections, name = key.split(".")
+            section = tree
+            for each in sections:
+                section = section.setdefault(each, {})
+            section[name] = value
+    return tree
 
 
 def derived_keys(path: str | None, overrides: Sequence[str] = ()) -> list[str]:

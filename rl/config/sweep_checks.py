@@ -55,7 +55,9 @@ def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
         for key in values:
             if key not in known:
                 near = nearest_keys(Config, parent(key), last(key), last(key))
-                advice = f"did you mean {listed(near, 'or')}?" if near else "train_rl.py --help lists them."
+                advice = (
+                    f"did you mean {listed(near, 'or')}?" if near else "lockstep train --help all lists them."
+                )
                 raise ConfigError(f"sweep.adapters varies {key}, which is not a config key; {advice}")
             if not any(key == shared or (shared[-1] == "." and key.startswith(shared)) for shared in VARYING):
                 varying = [f"{name}*" if name[-1] == "." else name for name in VARYING]

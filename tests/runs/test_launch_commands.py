@@ -298,7 +298,7 @@ class TestReport:
 
 
 def test_help_and_an_unknown_command(place):
-    assert "launch sweep" in launch("--help")
+    assert "Submit many runs" in launch("--help")
     assert "sweeep is no command" in launch("sweeep", code=2)
     for command in ("submit", "sweep", "status", "report"):
         assert "usage" in launch(command, "--help")

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -560,7 +561,7 @@ def test_a_usage_error_exits_with_code_2(capsys, argv, complaint):
 )
 def test_help_prints_usage_and_keys_and_exits_with_code_0(capsys, argv):
     with pytest.raises(SystemExit) as caught:
-        parse_command_line(Tree, argv, program="train_rl.py", description="Trains.")
+        parse_command_line(Tree, argv, description="Trains.", first=["train.adam.lr"])
     out = capsys.readouterr().out
     assert caught.value.code == 0
     assert (
@@ -568,3 +569,27 @@ def test_help_prints_usage_and_keys_and_exits_with_code_0(capsys, argv):
         and "Trains." in out
         and "train.adam.lr" in out
     )
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("train.adam", {"train.adam.lr", "train.adam.eps"}),
+        ("learning", {"train.adam.lr"}),
+        ("parallel", {"train.tp", "roll.tp"}),
+        ("all", None),
+    ],
+)
+def test_help_selects_a_section_or_the_keys_with_a_word(capsys, word, shown):
+    keys = {key for key in flatten(Tree()) if not key.startswith("train.adam")} if shown is None else shown
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(Tree, ["--config", "x.yaml", "--help", word])
+    out = capsys.readouterr().out
+    assert caught.value.code == 0 and keys <= set(re.findall(r"^  (\S+)  \(", out, re.MULTILINE))
+    assert shown is None or set(re.findall(r"^  (\S+)  \(", out, re.MULTILINE)) == shown
+
+
+def test_help_refuses_a_word_that_no_key_has(capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_command_line(Tree, ["--help", "xyz"])
+    assert caught.value.code == 2 and "--help xyz: no section" in capsys.readouterr().err

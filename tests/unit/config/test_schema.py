@@ -10,7 +10,7 @@ from rl.config.declarations import describe
 from rl.config.layout_checks import check_layout
 from rl.config.options import ConfigError, flatten, load, to_yaml
 from rl.config.ranges import ranges_of
-from rl.config.schema import Config, load_config, needs_early_logprobs, resolve
+from rl.config.schema import FIRST_KEYS, Config, changed, load_config, needs_early_logprobs, resolve
 from tests.configs import config_with, refusal
 from tests.each import each
 
@@ -576,3 +576,17 @@ def test_an_algorithm_declares_that_it_reads_old_log_probs(tmp_path):
         describe.cache_clear()
         own.write_text(text.format(needs))
         assert needs_early_logprobs(config_with(f"algorithm={own}")) == early
+
+
+def test_only_what_differs_from_the_algorithms_defaults_is_changed(tmp_path):
+    (tmp_path / "mine.yaml").write_text("algorithm: dapo\nmodel: {path: m}\nrun: {max_steps: 7, mode: train}\n")
+    config = load_config(str(tmp_path / "mine.yaml"), ["training.optimizer.lr=1e-5"])
+    assert changed(config) == {
+        "algorithm": "dapo",
+        "run": {"name": "mine", "dir": "runs/mine", "max_steps": 7},
+        "model": {"path": "m"},
+        "training": {"optimizer": {"lr": 1e-5}},
+    }
+    (tmp_path / "again.yaml").write_text(to_yaml(changed(config)))
+    assert load_config(str(tmp_path / "again.yaml")) == config
+    assert set(FIRST_KEYS) <= set(flatten(Config())) and len(FIRST_KEYS) == 20
