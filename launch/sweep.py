@@ -9,7 +9,7 @@ docs/launch.md describes the file.
 
 import json
 import shlex
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from launch.submit import print_estimate
 from rl.config.checks import check, check_directory_name
 from rl.config.options import ConfigError, as_override, flatten, load
 from rl.config.paths import expand_paths, literal
-from rl.config.schema import Config, load_config
+from rl.config.schema import SUFFIXES, Config, load_config
 from rl.config.sweep_checks import load_points
 from rl.run_directory.named_metrics import check_named_metrics
 from rl.sandbox.private_directory import make_private
@@ -71,7 +71,10 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     sweep = read_file(arguments.file)
     directory = Path(sweep.dir or f"runs/{sweep.name}").absolute()
-    found = make_points(vars(sweep), flatten(load_config(sweep.config, _overrides(sweep))))
+    config = load_config(sweep.config, _overrides(sweep))
+    suffix = SUFFIXES.get(config.run.mode, "")  # which the program adds to run.dir
+    named = make_points(vars(sweep), flatten(config))
+    found = [replace(point, name=point.name + suffix) for point in named]
     in_one_job = sweep.mode == "adapters"
     first = check_adapters(sweep, directory, found) if in_one_job else check_points(sweep, directory, found)
     points = write_points(sweep, directory, found)

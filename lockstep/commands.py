@@ -22,6 +22,9 @@ COMMANDS = {
     "check": Command(
         "Take one step and judge your model, data and reward", "train_rl", ("run.mode=check",), acts=True
     ),
+    "eval": Command(
+        "Validate the checkpoints of a run, or a model", "train_rl", ("run.mode=evaluate",), acts=True
+    ),
     "submit": Command("Submit a run to Slurm, PBS, LSF or Flux", "launch.submit", acts=True),
     "sweep": Command("Submit many runs with different values", "launch.sweep", acts=True),
     "sweep report": Command("Compare the runs of a sweep on a page", "launch.sweep_report"),

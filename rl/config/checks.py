@@ -163,6 +163,11 @@ def check_contradictions(config: Config) -> None:
         )
     validation = config.validation
     measures = validation.greedy or validation.samples_per_prompt or validation.loss
+    if config.run.mode == "evaluate" and not config.data.val:
+        raise ConfigError(
+            "run.mode=evaluate with an empty data.val has nothing to measure; set data.val to the files with "
+            "the prompts."
+        )
     if config.data.val and validation.every and not measures:
         raise ConfigError(
             "validation.greedy=false and validation.samples_per_prompt=0 leave nothing to validate with; "

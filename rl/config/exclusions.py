@@ -74,7 +74,7 @@ EXCLUSIONS = {
     "a held-out loss": {
         "not responses in the data": "the loss is that of responses in the data; leave out validation.loss"
     },
-    "run.mode=train|check|rollout_only": {
+    "run.mode=train|check|evaluate|rollout_only": {
         "run.rollouts": "this mode reads no stored samples; use score_only or train_only, or leave it out"
     },
     "run.mode=rollout_only|score_only|train_only": {
@@ -285,7 +285,7 @@ EXCLUSIONS = {
         "roles": f"generators take the weights of one policy; {JOB_ARRAY}",
         "rollout.carry_over": f"the end of a point's step would end the generation of all; {JOB_ARRAY}",
         "agents": f"the points' one call of the engine has no environments; {JOB_ARRAY}",
-        "run.mode=check|rollout_only|score_only|train_only": (
+        "run.mode=check|evaluate|rollout_only|score_only|train_only": (
             f"it examines, stores or replays the samples of one run; {JOB_ARRAY}"
         ),
         "trace.steps": f"a trace records the steps of one run, but those of points alternate; {JOB_ARRAY}",

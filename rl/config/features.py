@@ -288,6 +288,7 @@ OPTIONAL = (
     "rollout.kv_offload_gib",
     "rollout.quantization=fp8",
     "run.mode=check",
+    "run.mode=evaluate",
     "run.mode=train_only|score_only",
     "sampling masks",
     "sweep.stop",

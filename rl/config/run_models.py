@@ -8,6 +8,7 @@ from rl.config.schema import (
     Optimizer,
     algorithm_of,
     keeps_reference,
+    learns,
     learns_from_samples,
     needs_reward,
     uses_teacher,
@@ -54,7 +55,9 @@ class RunModel:
 
 def run_models(config: Config) -> dict[str, RunModel]:
     """Return the models that the config needs, by name, the policy first."""
-    needs, reward, critic = algorithm_of(config).needs, config.reward, config.critic
+    trains = learns(config)
+    needs = algorithm_of(config).needs if trains else ()
+    reward, critic = config.reward, config.critic
     models: dict[str, RunModel] = {}
 
     def add(name: str, key: str, own_path: str, **properties: Any) -> None:
@@ -64,9 +67,9 @@ def run_models(config: Config) -> dict[str, RunModel]:
         "policy",
         "model.path",
         "",
-        optimizer=config.training.optimizer,
+        optimizer=config.training.optimizer if trains else None,
         temperature=config.rollout.temperature if learns_from_samples(config) else 1.0,
-        keeps_reference=keeps_reference(config),
+        keeps_reference=trains and keeps_reference(config),
         has_adapters=config.adapter.is_on,
     )
     if "critic" in needs:

@@ -50,12 +50,13 @@ class Run:
     without its extension, if there is a file."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
-    mode: Literal["train", "check", "rollout_only", "score_only", "train_only"] = "train"
+    mode: Literal["train", "check", "evaluate", "rollout_only", "score_only", "train_only"] = "train"
     """check: take one step in `<run.dir>-check`, print a verdict on each part of it, and end
-    (docs/first_step.md). rollout_only: generate, score and store samples without learning. score_only: apply
-    the reward function to stored samples and print the differences, in one process without a model.
-    train_only: learn from stored samples without an engine; nothing is generated or validated. docs/report.md
-    has examples."""
+    (docs/first_step.md). evaluate: validate the checkpoints of run.dir, or those that checkpoint.resume
+    names, into `<run.dir>-eval` (docs/evaluation.md). rollout_only: generate, score and store samples without
+    learning. score_only: apply the reward function to stored samples and print the differences, in one
+    process without a model. train_only: learn from stored samples without an engine; nothing is generated or
+    validated. docs/report.md has examples."""
     rollouts: str = ""
     """Run directory with the stored samples that `mode` score_only (empty: `dir`) or train_only reads."""
     max_steps: Annotated[int, AT_LEAST_ONE] = 100
@@ -429,8 +430,8 @@ FIRST_KEYS = (
     "checkpoint.every",
 )
 """The keys that people change first, which `--help` shows."""
-CHECK_SUFFIX = "-check"
-"""Suffix of the directory of run.mode=check: for example runs/x-check beside runs/x."""
+SUFFIXES = {"check": "-check", "evaluate": "-eval"}
+"""Suffix of the directory of a mode: for example, run.mode=check writes runs/x-check beside runs/x."""
 
 
 def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
@@ -478,13 +479,19 @@ def _load(path: str | None, overrides: Sequence[str]) -> tuple["Config", "Config
 def resolve(config: Config) -> Config:
     """Return a copy of the config with derived values filled in: `run.dir`, and what a check leaves out."""
     run = replace(config.run, dir=config.run.dir or f"runs/{config.run.name}")
-    if run.mode != "check":
+    if run.mode not in SUFFIXES:
         return replace(config, run=run)
+    suffix = SUFFIXES[run.mode]
+    run = replace(run, dir=run.dir.rstrip("/").removesuffix(suffix) + suffix)
     resume = config.checkpoint.resume
+    if run.mode == "evaluate":
+        validation = replace(config.validation, every=config.validation.every or 1)
+        checkpoint = Checkpoint(resume=resume, verify=config.checkpoint.verify)
+        return replace(config, run=run, roles=Roles(), validation=validation, checkpoint=checkpoint)
     named = resume if resume not in ("auto", "never") else "never"
     return replace(
         config,
-        run=replace(run, dir=run.dir.rstrip("/").removesuffix(CHECK_SUFFIX) + CHECK_SUFFIX),
+        run=run,
         data=replace(config.data, val=[]),
         checkpoint=Checkpoint(resume=named, weights_only=config.checkpoint.weights_only and named == resume),
     )
@@ -505,6 +512,11 @@ def algorithm_of(config: Config) -> Algorithm:
     return describe(config.algorithm)
 
 
+def learns(config: Config) -> bool:
+    """Return whether models learn in this mode, or would in the run that it stores samples for."""
+    return config.run.mode != "evaluate"
+
+
 def learns_from_samples(config: Config) -> bool:
     """Return whether the algorithm trains on responses that the policy generates."""
     return "samples" in algorithm_of(config).needs
@@ -517,7 +529,7 @@ def needs_sampling_masks(config: Config) -> bool:
 
 def generates_batches(config: Config) -> bool:
     """Return whether the policy generates the samples of the steps."""
-    return learns_from_samples(config) and config.run.mode != "train_only"
+    return learns_from_samples(config) and config.run.mode not in ("evaluate", "train_only")
 
 
 def needs_engine(config: Config) -> bool:
@@ -548,7 +560,7 @@ def needs_reward(config: Config) -> bool:
 def scores_training(config: Config) -> bool:
     """Return whether responses to the training prompts are scored."""
     learns = "reward" in algorithm_of(config).needs or needs_feedback(config)
-    return learns and config.run.mode != "train_only"
+    return learns and config.run.mode not in ("evaluate", "train_only")
 
 
 def needs_reference(config: Config) -> bool:
@@ -565,6 +577,8 @@ def keeps_reference(config: Config) -> bool:
 
 def uses_teacher(config: Config) -> bool:
     """Return whether the policy learns from the section `teacher`."""
+    if not learns(config):
+        return False
     return "teacher" in algorithm_of(config).needs or config.teacher.advantage_coef > 0
 
 

@@ -89,6 +89,7 @@ FEATURES = {
     "sweep": Entry("a sweep", doors={"run": "points:run_points"}),
     "early_stop": Entry("sweep.stop", extends="sweep", doors={"rule": "early_stop:EarlyStop"}),
     "first_step": Entry("run.mode=check", doors={"training": "first_step:FirstStep"}),
+    "evaluate": Entry("run.mode=evaluate", doors={"training": "evaluate:Evaluation"}),
     "trace": Entry("trace.steps", doors={"recorder": "recorder:Tracing"}),
 }
 """Folder of `rl/features` -> entry. Parts of an engine or of a model are in this order."""

@@ -38,7 +38,11 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | Non
         )
     if newest is not None:
         check_changes(config, written, str(newest.path))
-    if resume in ("auto", "never") or not (newest is None or config.checkpoint.weights_only):
+    if (
+        config.run.mode == "evaluate"
+        or resume in ("auto", "never")
+        or not (newest is None or config.checkpoint.weights_only)
+    ):
         return newest, None
     # The run that `resume` names may have saved again since this run began.
     named = store.named(before if Path(before).is_relative_to(resume) else resume)

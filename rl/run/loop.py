@@ -172,7 +172,7 @@ class TrainingLoop:
         self._phases.sampler.begin(self._cursor)
         if self._held_out and config.validation.before_training and last_step == 0:
             step.begin(0)
-            validate(self._phases, self._held_out, config)
+            validate(self._phases, self._held_out, config, self._log.store_validation)
             self._log.write_step()
             metrics = step.metrics
         for number in range(last_step + 1, config.run.max_steps + 1):
@@ -212,7 +212,7 @@ class TrainingLoop:
         step.metrics["training/epoch"] = self._phases.draw.epochs
         is_last = number == config.run.max_steps
         if self._held_out and (number % config.validation.every == 0 or is_last):
-            validate(self._phases, self._held_out, config)
+            validate(self._phases, self._held_out, config, self._log.store_validation)
         if config.checkpoint.every and (number % config.checkpoint.every == 0 or is_last):
             self._save(number, step.metrics)
         self._log.write_step()

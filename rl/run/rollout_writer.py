@@ -16,7 +16,7 @@ from rl.data.batch import COLUMNS, Batch
 from rl.data.prompts import Prompt
 from rl.data.special_tokens import decode_responses
 from rl.rollout.samples import SOURCES
-from rl.run_directory.rollout_files import RolloutLog
+from rl.run_directory.rollout_files import VALIDATIONS, RolloutLog
 
 SAMPLED_GROUPS = 4
 """Number of groups per step that `logging.rollouts=sample` stores."""
@@ -81,6 +81,27 @@ class RolloutWriter:
         samples = torch.isin(collected.groups, torch.tensor(groups)).nonzero().squeeze(1).tolist()
         arrays = stored_arrays(collected, learned)
         self._log.write(step, partial(self._columns, step, collected, samples, arrays))
+
+    def write_validation(
+        self, step: int, name: str, batch: Batch, answers: Sequence[str | None] | None
+    ) -> None:
+        """Store all samples of a validation, without numbers per token. name: a key of VALIDATIONS.
+
+        answers: the answer that the reward function found in each sample, for `score_details`.
+        """
+        arrays = {
+            key: values for key, values in stored_arrays(batch, batch).items() if not STORED[key].is_per_token
+        }
+        self._log.write(step, partial(self._with_answers, step, batch, arrays, answers), VALIDATIONS[name])
+
+    def _with_answers(
+        self, step: int, batch: Batch, arrays: dict[str, Any], answers: Sequence[str | None] | None
+    ) -> dict[str, list[Any]]:
+        found = self._columns(step, batch, list(range(len(batch))), arrays)
+        if answers is not None:
+            details = zip(found["score_details"], answers, strict=True)
+            found["score_details"] = [_json(json.loads(text) | {"pred": answer}) for text, answer in details]
+        return found
 
     def _columns(
         self, step: int, batch: Batch, samples: list[int], arrays: dict[str, Any]

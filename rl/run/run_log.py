@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from rl.checkpoint.directory import Saved
-from rl.config.schema import Config, learns_from_samples
+from rl.config.schema import Config, generates_batches, generates_held_out
 from rl.data.batch import Batch
 from rl.data.prompts import num_shared
 from rl.data.rendering import warn_of_unlike_prompts
@@ -47,6 +47,7 @@ class RunLog:
         self._max_steps, self._step, self._status = config.run.max_steps, step, status
         self._metrics: MetricLog | None = None
         self._rollouts: RolloutWriter | None = None
+        self._stores_batches = generates_batches(config)
         resumed = f", resuming after step {last_step}" if last_step else ""
         with fail_together(), writing(config.run.dir):
             if dist.get_rank() == 0:
@@ -66,8 +67,13 @@ class RunLog:
 
     def store(self, collected: Batch, learned: Batch) -> None:
         """Store the step's samples. collected: a shallow copy of the batch from before `learn`."""
-        if self._rollouts is not None:
+        if self._rollouts is not None and self._stores_batches:
             self._rollouts.write(self._step.number, collected, learned)
+
+    def store_validation(self, name: str, batch: Batch, answers: list[str | None] | None) -> None:
+        """Store the samples of a validation (`rl.run.validation.PASSES`). answers: of the samples, if any."""
+        if self._rollouts is not None:
+            self._rollouts.write_validation(self._step.number, name, batch, answers)
 
     def flush(self) -> None:
         """Wait until the samples of all steps are stored. A resumed run does not repeat these steps."""
@@ -109,11 +115,13 @@ def complete_metrics(config: Config, saved: Saved, fence: Callable[[], None]) ->
 def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> MetricLog:
     """Remove the files of later steps, open the metric log, and record the config and the environment."""
     fence()
-    shown = [] if config.run.mode == "check" else followers(config, fence)
+    shown = [] if config.run.mode in ("check", "evaluate") else followers(config, fence)
     log = MetricLog(config.run.dir, resume_step=last_step or None, followers=shown)
     if (path := Path(config.run.dir, consumed.FILE_NAME)).exists():
         keep_lines_up_to(path, last_step or None)
-    rollout_files.remove_after(config.run.dir, last_step)
+    is_evaluation = config.run.mode == "evaluate"
+    for directory in () if is_evaluation else rollout_files.DIRECTORIES:
+        rollout_files.remove_after(config.run.dir, last_step or -1, directory)
     event_files.remove_after(config.run.dir, last_step)
     record_run(config, last_step, world_size=job().world_size, start_up_s=start_up.parts)
     return log
@@ -124,8 +132,7 @@ def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) ->
 
     Batches that come from the data or from stored rollouts are not stored.
     """
-    is_generated = learns_from_samples(config) and config.run.mode != "train_only"
-    if config.logging.rollouts == "none" or not is_generated:
+    if config.logging.rollouts == "none" or not (generates_batches(config) or generates_held_out(config)):
         return None
     from rl.run.rollout_writer import RolloutWriter
 

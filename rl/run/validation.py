@@ -9,13 +9,14 @@ perplexity is exp(loss). For example, a loss of 0.7 is a perplexity of 2.01.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from rl.config.schema import Config, generates_held_out
-from rl.data.batch import data_responses
+from rl.config.schema import Config
+from rl.data.batch import Batch, data_responses
 from rl.data.prompts import Prompt
 from rl.objectives.segments import segment_sum
 from rl.phases.batch_metrics import num_turns, spread
@@ -24,22 +25,46 @@ from rl.phases.sampler import SampleCall
 from rl.rollout.sampling import Sampling, greedy_sampling, train_sampling
 from rl.run.validation_metrics import validation_metrics
 
+Store = Callable[[str, Batch, list[str | None] | None], None]
+"""Stores the samples of a pass: its name, the scored samples, and their answers if the pass votes."""
 
-def validate(phases: Phases, prompts: list[Prompt], config: Config) -> None:
+
+def passes(config: Config) -> list[str]:
+    """Return the passes over the held-out prompts that `validation` asks for, in their order."""
+    own = config.validation
+    asked = {"loss": own.loss, "greedy": own.greedy, "sampled": own.samples_per_prompt > 0}
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def validate(phases: Phases, prompts: list[Prompt], config: Config, store: Store) -> None:
     """Measure the policy on every held-out prompt, as `validation` says, and log the metrics of each source.
+
+    Collective over the world.
+    """
+    is_refitted = False
+    for name in passes(config):
+        if name != "loss" and not is_refitted:
+            phases.sampler.refit()
+            is_refitted = True
+        measure(phases, prompts, config, name, store)
+
+
+def measure(phases: Phases, prompts: list[Prompt], config: Config, name: str, store: Store) -> None:
+    """Measure one pass and log its metrics. The engines have the present weights, except for the loss.
 
     The accuracy of a sample is the reward function's `acc`, or the score if the function returns no `acc`. It
     is 0 if the function, or the environment of a trajectory, failed. `val-core/<data_source>/failed/mean@k`
     is the share of failed samples.
     """
-    if config.validation.loss:
+    if name == "loss":
         phases.step.metrics |= loss_metrics(phases, prompts, config.data.prompts_per_step)
-    if generates_held_out(config):
-        phases.sampler.refit()
-    if config.validation.greedy:
-        _measure(phases, prompts, greedy_sampling(config), purpose="validation")
-    if config.validation.samples_per_prompt:
-        _measure(phases, prompts, validation_sampling(config), purpose="validation.sampled")
+        return
+    is_greedy = name == "greedy"
+    sampling = greedy_sampling(config) if is_greedy else validation_sampling(config)
+    store(
+        name,
+        *_measure(phases, prompts, sampling, purpose="validation" if is_greedy else "validation.sampled"),
+    )
 
 
 def loss_metrics(phases: Phases, prompts: list[Prompt], prompts_per_pass: int) -> dict[str, float]:
@@ -77,7 +102,10 @@ def validation_sampling(config: Config) -> Sampling:
     )
 
 
-def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str) -> None:
+def _measure(
+    phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str
+) -> tuple[Batch, list[str | None] | None]:
+    """Sample and score all prompts, and log the metrics; return the batch and its answers."""
     batch = phases.sampler.sample(SampleCall(prompts, sampling, purpose, timing="testing"))
     if batch.turns is not None:
         batch = batch.merge_rows().delivered()
@@ -106,3 +134,4 @@ def _measure(phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpo
         k = sampling.samples_per_prompt
         shares = {f"val-core/{name}/failed/mean@{k}": failed[rows].mean() for name, rows in members.items()}
         phases.step.metrics |= {name: float(share) for name, share in shares.items()}
+    return batch, predictions

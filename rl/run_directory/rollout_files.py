@@ -1,4 +1,5 @@
-"""`<run.dir>/rollouts/`: the samples that each step learned from, a parquet file per step.
+"""`<run.dir>/rollouts/`: the samples that each step learned from, a parquet file per step; and
+`<run.dir>/validation/greedy` and `sampled`: the samples of each validation.
 
     pandas.read_parquet("runs/mine/rollouts")
     datasets.load_dataset("parquet", data_files="runs/mine/rollouts/*.parquet")
@@ -22,6 +23,9 @@ if TYPE_CHECKING:  # pyarrow is imported by the runs that store or read rollouts
     import pyarrow as pa
 
 DIRECTORY = "rollouts"
+VALIDATIONS = {name: f"validation/{name}" for name in ("greedy", "sampled")}
+"""Pass of a validation (`rl.run.validation`) -> directory of its samples."""
+DIRECTORIES = (DIRECTORY, *VALIDATIONS.values())
 TOKENS_FILE = "tokens.json"
 GIVEN_BY = ("tool", "user", "environment")
 """Sources of tokens with the entries 0, -1 and -2 in `turns` (`rl.rollout.samples.SOURCES`)."""
@@ -45,9 +49,9 @@ def schema(columns: Mapping[str, str], kind: str) -> "pa.Schema":
     return pa.schema({name: type_of(kind) for name, kind in columns.items()}, {"rollouts": kind})
 
 
-def stored_steps(run_dir: str | Path) -> dict[int, Path]:
-    """Return the files with rollouts by step, in order."""
-    files = sorted(Path(run_dir, DIRECTORY).glob("step_*.parquet"))
+def stored_steps(run_dir: str | Path, directory: str = DIRECTORY) -> dict[int, Path]:
+    """Return the files with rollouts by step, in order. directory: one of DIRECTORIES."""
+    files = sorted(Path(run_dir, directory).glob("step_*.parquet"))
     found = ((re.fullmatch(r"step_(\d+)", path.stem), path) for path in files)
     return {int(match[1]): path for match, path in found if match and path.is_file()}
 
@@ -64,12 +68,12 @@ def ground_truth(text: str | None, is_json: bool) -> Any:
     return json.loads(text) if is_json and text is not None else text
 
 
-def remove_after(run_dir: str | Path, step: int) -> None:
+def remove_after(run_dir: str | Path, step: int, directory: str = DIRECTORY) -> None:
     """Remove the files of steps after `step`, which are repeated, and incomplete files."""
-    for number, path in stored_steps(run_dir).items():
+    for number, path in stored_steps(run_dir, directory).items():
         if number > step:
             path.unlink()
-    for path in Path(run_dir, DIRECTORY).glob("*.partial"):
+    for path in Path(run_dir, directory).glob("*.partial"):
         path.unlink()
 
 
@@ -94,21 +98,28 @@ class RolloutLog:
         token_texts: Callable[[], list[str]],
         fence: Callable[[], None] = lambda: None,
     ):
-        self._directory, self._schema = Path(run_dir, DIRECTORY), partial(schema, columns, kind)
+        self._run_dir, self._schema = Path(run_dir), partial(schema, columns, kind)
         self._token_texts = token_texts
         self._fence = fence
-        self._directory.mkdir(parents=True, exist_ok=True)
+        directory = self._run_dir / DIRECTORY
+        directory.mkdir(parents=True, exist_ok=True)
         self._error: Exception | None = None
-        self._writes = DelayedWrites(self._directory, limit=WAITING_STEPS)
+        self._writes = DelayedWrites(directory, limit=WAITING_STEPS)
         self._jobs: queue.Queue = queue.Queue(WAITING_STEPS)
         self._jobs.put(partial(self._writes.add, TOKENS_FILE, self._write_tokens))
         self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
         self._thread.start()
 
-    def write(self, step: int, columns: Callable[[], Mapping[str, list[Any]]]) -> None:
-        """Write the rollouts of a step soon. The thread calls `columns` for the values of each column."""
+    def write(
+        self, step: int, columns: Callable[[], Mapping[str, list[Any]]], directory: str = DIRECTORY
+    ) -> None:
+        """Write the rollouts of a step soon. The thread calls `columns` for the values of each column.
+
+        directory: one of DIRECTORIES.
+        """
         self._raise_error()
-        write = partial(self._writes.add, f"step {step}", lambda: self._write(step, columns()))
+        name = f"step {step}" if directory == DIRECTORY else f"{directory} of step {step}"
+        write = partial(self._writes.add, name, lambda: self._write(step, columns(), directory))
         self._jobs.put(write)
 
     def flush(self) -> None:
@@ -138,14 +149,15 @@ class RolloutLog:
         if self._error is not None:
             raise self._error
 
-    def _write(self, step: int, columns: Mapping[str, list[Any]]) -> None:
+    def _write(self, step: int, columns: Mapping[str, list[Any]], directory: str) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         table = pa.table(dict(columns), schema=self._schema())
-        path = self._directory / f"step_{step:06d}.parquet"
+        path = self._run_dir / directory / f"step_{step:06d}.parquet"
         new = path.with_name(path.name + ".partial")
         self._fence()
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             pq.write_table(table, new, compression="zstd")
             self._fence()
@@ -155,7 +167,7 @@ class RolloutLog:
             raise
 
     def _write_tokens(self) -> None:
-        path = self._directory.parent / TOKENS_FILE
+        path = self._run_dir / TOKENS_FILE
         new = path.with_name(path.name + ".partial")
         text = json.dumps(self._token_texts(), ensure_ascii=False)
         self._fence()

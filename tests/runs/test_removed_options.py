@@ -21,6 +21,7 @@ SETTINGS = {
     "containers": ["agents.container.image=/images/debian.sif"],
     "drafts": ["rollout.draft.path=draft"],
     "early_stop": ["sweep.stop=median"],
+    "evaluate": ["data.val=[toy.jsonl]", "run.mode=evaluate"],
     "first_step": ["run.mode=check"],
     "fp8_engine": ["rollout.quantization=fp8"],
     "kv_offload": ["rollout.kv_offload_gib=1"],

@@ -1,0 +1,1 @@
+"""Validation of the checkpoints of a run, without training (`run.mode=evaluate`)."""

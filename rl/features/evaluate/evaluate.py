@@ -1,0 +1,123 @@
+"""`run.mode=evaluate`: the validation of a run, at its checkpoints, without training.
+
+    srun python train_rl.py --config my.yaml run.mode=evaluate
+
+`checkpoint.resume` says what is measured. auto: all checkpoints of `run.dir`, or the model if there are none.
+never: the model in `model.path`. A path: that checkpoint, or all checkpoints of that run directory.
+
+All ranks and engines work. No optimizer and no gradient buffer is built. The results are in `<run.dir>-eval`:
+`evaluation.json`, `metrics.jsonl` with the step of each checkpoint, and the samples in `validation/`. After a
+stop or a kill the same command continues with the next pass.
+"""
+
+import zlib
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rl.checkpoint.directory import MANIFEST, Saved, complete
+from rl.checkpoint.start import check_loaded
+from rl.checkpoint.store import CheckpointStore
+from rl.config.options import ConfigError
+from rl.config.schema import SUFFIXES, Config
+from rl.faults.agreement import fail_together
+from rl.features.evaluate.results import FILE_NAME, CheckpointMetrics, Results, table
+from rl.run.loop import TrainingLoop
+from rl.run.validation import measure, passes
+from rl.runtime.collectives import broadcast_object
+from rl.stopping.requests import StopDecision
+
+VALIDATION = "val-core/", "val-aux/", "val/"
+
+
+class Evaluation(TrainingLoop):
+    """Measures each checkpoint that the config names, in order, or the model if it names none."""
+
+    def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
+        """Measure, write the results and print them; return the stop request that ended it, if any.
+
+        Collective over the world. Raises ConfigError if a named checkpoint is absent or damaged.
+        """
+        config, leads, step = self._config, dist.get_rank() == 0, self._phases.step
+        store = CheckpointStore(config)
+        self._phases.sampler.begin(self._cursor)
+        with fail_together():
+            self._results = Results(config, self._held_out) if leads else None
+            found = [(each.step, str(each.path)) for each in checkpoints(config)] if leads else []
+        measured = []
+        for number, path in broadcast_object(found) or [(0, "")]:
+            result = self._result(number, path)
+            missing = [name for name in passes(config) if name not in result.passes]
+            if missing:
+                self._load(store, path)
+            step.begin(number)
+            for name in missing:
+                if (asked := self._stop.agree()).reason:
+                    step.progress.line(f"stopped: {asked.reason}; the same command continues from here")
+                    return asked
+                self._measure(name, result)
+            step.metrics = step.metrics | result.metrics
+            self._log.write_step()
+            measured.append(result)
+        step.progress.line(f"{table(measured)}\nwrote {config.run.dir}/{FILE_NAME}")
+        return None
+
+    def _result(self, number: int, path: str) -> CheckpointMetrics:
+        """Return what is measured of a checkpoint, or of the model (path ""), on every rank."""
+        passes, name = {}, path or self._config.model.path
+        crc32 = 0
+        with fail_together():
+            if self._results is not None:
+                crc32 = zlib.crc32(Path(path, MANIFEST).read_bytes()) if path else 0
+                passes = self._results.of(name, number, crc32).passes
+        return CheckpointMetrics(name, number, crc32, broadcast_object(passes))
+
+    def _load(self, store: CheckpointStore, path: str) -> None:
+        """Give the policy the weights of a checkpoint."""
+        policy = self._phases.engines.policy
+        if not path:
+            check_loaded("policy", policy)
+            return
+        saved = store.named(path)
+        self._phases.memory.to_training()
+        store.load_weights(saved, {"policy": policy})
+        policy.version += 1  # so that the engine takes them
+        self._phases.step.progress.line(f"evaluating {path}")
+
+    def _measure(self, name: str, result: CheckpointMetrics) -> None:
+        """Measure one pass, and store its samples and metrics."""
+        phases = self._phases
+        if name != "loss":
+            phases.sampler.refit()
+        measure(phases, self._held_out, self._config, name, self._log.store_validation)
+        known = result.metrics.keys()
+        found = {key: value for key, value in phases.metrics.items() if key.startswith(VALIDATION)}
+        result.passes[name] = {key: value for key, value in found.items() if key not in known}
+        with fail_together():
+            if self._results is not None:
+                self._log.flush()  # first the samples
+                phases.step.fence()
+                self._results.of(result.path, result.step, result.crc32).passes = result.passes
+                self._results.write()
+
+
+def checkpoints(config: Config) -> list[Saved]:
+    """Return the checkpoints that checkpoint.resume names, oldest first. Not collective.
+
+    auto: those of the run, none if it has none; never: none; a path: a checkpoint, or all of a run directory.
+    Raises ConfigError for a path without checkpoints.
+    """
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return []
+    own = config.run.dir.removesuffix(SUFFIXES["evaluate"])
+    directory = Path(own if resume == "auto" else resume)
+    if (directory / MANIFEST).exists():
+        return [Saved(int(directory.name.removeprefix("step_")), directory)]
+    found = complete(directory / "checkpoints")
+    if not found and resume != "auto":
+        raise ConfigError(
+            f"checkpoint.resume={resume} is neither a checkpoint nor the directory of a run with one; name "
+            "either, or use never to evaluate model.path."
+        )
+    return found
