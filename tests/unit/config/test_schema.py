@@ -579,7 +579,9 @@ def test_an_algorithm_declares_that_it_reads_old_log_probs(tmp_path):
 
 
 def test_only_what_differs_from_the_algorithms_defaults_is_changed(tmp_path):
-    (tmp_path / "mine.yaml").write_text("algorithm: dapo\nmodel: {path: m}\nrun: {max_steps: 7, mode: train}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "algorithm: dapo\nmodel: {path: m}\nrun: {max_steps: 7, mode: train}\n"
+    )
     config = load_config(str(tmp_path / "mine.yaml"), ["training.optimizer.lr=1e-5"])
     assert changed(config) == {
         "algorithm": "dapo",
