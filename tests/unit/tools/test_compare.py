@@ -1,0 +1,90 @@
+"""tools/compare.py: which of two runs is better, how often it errs, and whether its power is true."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl.run_directory.rollout_files import VALIDATIONS
+from tools.compare import main
+from tools.comparison.paired import compare
+
+SHIFT = 0.06
+"""Planted difference of accuracy."""
+
+
+def store(run, accuracies, *, step=4, source="math"):
+    directory = run / VALIDATIONS["greedy"]
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {
+            "data_source": source,
+            "prompt_index": index,
+            "prompt": f"question {index}",
+            "score": 0.0,
+            "score_details": json.dumps({"acc": float(value)}),
+        }
+        for index, value in enumerate(accuracies)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), directory / f"step_{step:06d}.parquet")
+
+
+def arm(rng, difficulty, *, seeds, samples, shift=0.0, spread=0.0):
+    """Return the accuracies of runs with seeds that differ by `spread`, float64 [seeds, prompts]."""
+    own = rng.normal(0, 0.1, len(difficulty))  # what a recipe is good at
+    rates = [difficulty + shift + own + rng.normal(0, spread) for _ in range(seeds)]
+    return np.array([rng.binomial(samples, np.clip(rate, 0, 1)) / samples for rate in rates])
+
+
+def test_the_answer_says_better_none_or_what_is_needed(tmp_path, capsys):
+    rng = np.random.default_rng(1)
+    bad, good = (rng.random(400) < rate for rate in (0.3, 0.6))
+    for step in (2, 4):
+        store(tmp_path / "a", bad, step=step)
+        store(tmp_path / "b", good, step=step)
+    store(tmp_path / "same", bad)
+    store(tmp_path / "few", rng.permutation(bad)[:40])
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    first, last, curve = capsys.readouterr().out.splitlines()
+    assert "not about another seed" in first
+    assert "step 4: " in last and "B is better by 0." in last and "2 steps: " in curve
+    main([str(tmp_path / "a"), str(tmp_path / "same")])
+    assert "no difference: B - A is +0.0000" in capsys.readouterr().out
+    main([str(tmp_path / "a"), str(tmp_path / "few")])
+    assert "greedy, all sources, 40 prompts" in (found := capsys.readouterr().out)
+    assert "unknown: " in found and "more prompts (power now" in found
+    seeds = [f"{tmp_path}/a,{tmp_path}/same", f"{tmp_path}/b,{tmp_path}/b"]
+    main(seeds)
+    assert "2 seeds of A, 2 of B" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no stored validation of a step in common"):
+        main([str(tmp_path / "a"), str(tmp_path / "absent")])
+
+
+@pytest.mark.slow
+def test_equal_runs_are_called_different_in_at_most_5_percent():
+    rng = np.random.default_rng(1)
+    stored = arm(rng, rng.beta(1, 1, 300), seeds=2, samples=4)
+    found = 0
+    for _ in range(1000):
+        prompts = rng.integers(0, 300, 300)
+        swap = rng.random(300) < 0.5  # of two equal runs, either could have given an answer
+        pair = np.where(swap[prompts], stored[:, prompts], stored[::-1, prompts])
+        found += compare(pair[:1], pair[1:]).is_different
+    assert found <= 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seeds", "prompts", "spread"), [(1, 200, 0.0), (3, 200, 0.02), (5, 100, 0.01)])
+def test_the_stated_power_is_the_share_that_is_found(seeds, prompts, spread):
+    rng = np.random.default_rng(1)
+
+    def pair(shift):
+        difficulty = rng.beta(1, 1, prompts) * 0.5 + 0.25
+        options = {"seeds": seeds, "samples": 4, "spread": spread}
+        return arm(rng, difficulty, **options), arm(rng, difficulty, **options, shift=shift)
+
+    planted = [compare(*pair(SHIFT), margin=SHIFT) for _ in range(1000)]
+    assert abs(np.mean([c.power for c in planted]) - np.mean([c.is_different for c in planted])) < 0.05
+    assert np.mean([compare(*pair(0.0)).is_different for _ in range(1000)]) <= 0.05
