@@ -53,7 +53,7 @@ the next generation; their ranks have met; the checkpoint is loaded; the first s
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.elastic", description=__doc__, allow_abbrev=False)
     add, env = parser.add_argument, os.environ
-    add("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add("--config", metavar="FILE", required=True, action="append", help="YAML file of the run")
     add("--ranks", metavar="N", type=int, required=True, help="ranks of this node")
     add(
         "--nodes",
@@ -127,7 +127,8 @@ class Agent:
         run."""
 
     def _arguments(self, overrides: list[str]) -> list[str]:
-        return ["--config", self.options.config, *self.options.overrides, *overrides]
+        files = [f"--config={file}" for file in self.options.config]
+        return [*files, *self.options.overrides, *overrides]
 
     def _config(self, overrides: list[str]) -> Config:
         config = load_config(self.options.config, [*self.options.overrides, *overrides])

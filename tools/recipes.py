@@ -99,7 +99,7 @@ def read_recipe(name: str) -> Recipe:
     path = Path(name) if name.endswith(".yaml") else RECIPES / f"{name}.yaml"
     if not path.is_file():
         raise ValueError(f"recipe={name} does not exist; give a file or one of {', '.join(names())}.")
-    return build(Recipe, Raw(str(path), read_file(path), ()))
+    return build(Recipe, Raw(((str(path), read_file(path)),), ()))
 
 
 def names() -> list[str]:

@@ -206,6 +206,11 @@ def check_data(config: Config) -> None:
             f"data.train_weights has {len(data.train_weights)} numbers for {len(data.train)} files of "
             "data.train; give one for each."
         )
+    if data.train_weights and data.max_rows:
+        raise ConfigError(
+            f"data.max_rows={data.max_rows} counts the rows of all files together, but data.train_weights "
+            "draws from each file; leave one of them out."
+        )
     if any(not 0 < weight < math.inf for weight in data.train_weights):
         raise ConfigError(
             f"data.train_weights holds {min(data.train_weights)}, but a share must be greater than 0 and "

@@ -15,8 +15,8 @@ from rl.config.options import flatten, last, parent, show, tree_keys, type_name
 
 @dataclass(frozen=True)
 class CommandLine:
-    config: str
-    """Path of the YAML file."""
+    config: list[str]
+    """Paths of the YAML files; later ones win."""
     overrides: list[str]
     """Arguments of the form key=value, in their order."""
     print_config: bool
@@ -47,7 +47,11 @@ def parse_command_line(
         add_help=False,
     )
     parser.add_argument(
-        "--config", metavar="FILE", required=True, help="YAML file with any of the keys below"
+        "--config",
+        metavar="FILE",
+        action="append",
+        required=True,
+        help="YAML file with any of the keys below; of several, later ones win key by key",
     )
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2"

@@ -100,11 +100,15 @@ class Formula:
     """
 
     function: str
-    """Name of the function, and of its file."""
+    """Name of the function; of a shipped file, also the file's name."""
+    spec: str
+    """The function as `rl.config.functions.load_function` reads it."""
     columns: frozenset[str]
     """Positional parameters: columns of the batch that the function reads."""
     parameters: frozenset[str]
     """Keyword-only parameters, including the parameters of `select_tokens`."""
+    required: frozenset[str]
+    """The keyword-only parameters without a default."""
     options: tuple[Field, ...]
     """The file's own keys of the section `objective`: the fields of its dataclass."""
     docs: dict[str, str]
@@ -142,27 +146,51 @@ def formulas(room: str) -> dict[str, Formula]:
     return {path.stem.replace("_pp", "++").replace("_", "-"): read_formula(path) for path in paths}
 
 
-def read_formula(path: Path) -> Formula:
-    """Return the declarations of a file. Raises ConfigError if one is missing or no literal."""
+@functools.cache
+def formula_of(room: str, name: str) -> Formula | None:
+    """Return the declarations of the advantage estimator or loss that a config names; None for none.
+
+    name: that of a file of rl/objectives/<room>, or path/to/file.py:function. Raises ConfigError for a
+    user's file that cannot be read or lacks the function.
+    """
+    file, _, function = name.rpartition(":")
+    if not file:
+        return formulas(room).get(name)
+    try:
+        return read_formula(Path(file).expanduser(), function)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"objective: {name} cannot be read: {error}; correct the path.") from error
+
+
+def read_formula(path: Path, own: str = "") -> Formula:
+    """Return the declarations of a file. Raises ConfigError if one is missing or no literal.
+
+    own: name of a function in a user's file, which needs no FORMULA and SOURCE. Such a file has no keys of
+    the section objective: `objective.kwargs` holds the values of its further parameters.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    values = assigned(tree)
+    values, function = assigned(tree), own or path.stem
     functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
-    names = [field.name.upper() for field in fields(Formula)[5:]]
+    names = [field.name.upper() for field in fields(Formula)[7:]]
     try:
         literals = {name.lower(): ast.literal_eval(values[name]) for name in names if name in values}
-        arguments = functions[path.stem]
-        keyword_only = [*arguments.kwonlyargs, *getattr(functions.get("select_tokens"), "kwonlyargs", ())]
+        arguments = functions[function]
+        both = [arguments, *filter(None, [functions.get("select_tokens")])]
+        keywords = [pair for each in both for pair in zip(each.kwonlyargs, each.kw_defaults)]
+        options, docs = ((), {}) if own else _options(tree, path)
         return Formula(
-            path.stem,
+            function,
+            f"{path}:{own}" if own else f"rl.objectives.{path.parent.name}.{function}:{function}",
             frozenset(argument.arg for argument in arguments.args),
-            frozenset(argument.arg for argument in keyword_only),
-            *_options(tree, path),
-            **literals,
+            frozenset(argument.arg for argument, _ in keywords),
+            frozenset(argument.arg for argument, default in keywords if default is None),
+            options,
+            docs,
+            **({"formula": "", "source": ""} if own else {}) | literals,
         )
     except (KeyError, ValueError, TypeError) as error:
-        raise ConfigError(
-            f"{path} must define a function {path.stem}, and FORMULA and SOURCE as literals: {error!r}."
-        ) from error
+        constants = "" if own else ", and FORMULA and SOURCE as literals"
+        raise ConfigError(f"{path} must define a function {function}{constants}: {error!r}.") from error
 
 
 def _options(tree: ast.Module, path: Path) -> tuple[tuple[Field, ...], dict[str, str]]:

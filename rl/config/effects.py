@@ -152,7 +152,8 @@ def replay_warnings(config: Config) -> list[str]:
 def _unread(config: Config) -> list[tuple[str, list[str], str]]:
     """Return the rows of READ_WITH that refuse keys, with these keys as key=value, each in one row."""
     values, defaults = flatten(config), _defaults(config.algorithm)
-    changed = [key for key in values if values[key] != defaults[key]]
+    own = {f"objective.{key}" for formula in config.objective.chosen if formula for key in formula.reads}
+    changed = [key for key in values if values[key] != defaults[key] and key not in own]
     is_users = config.algorithm.endswith(".py")
     if is_users:
         changed = [key for key in changed if not key.startswith(("rollout.", "reward."))]

@@ -8,9 +8,9 @@ name no estimator and no loss.
 import math
 from collections.abc import Iterable
 
-from rl.config.declarations import NEEDS, describe, shipped
+from rl.config.declarations import NEEDS, describe, formula_of, shipped
 from rl.config.options import ConfigError, listed
-from rl.config.schema import ADVANTAGES, Config, algorithm_of
+from rl.config.schema import Config, Objective, algorithm_of
 
 COSTLY = frozenset({"critic", "greedy_baseline", "implicit_reward"})
 """Needs that an algorithm provides for one advantage estimator; with another estimator they would be
@@ -21,6 +21,7 @@ def check_objective(config: Config) -> None:
     """Raise ConfigError for the first combination that does not fit together."""
     check_advantage(config)
     check_loss(config)
+    check_own_functions(config)
     check_mismatch(config)
     check_reward_kl(config)
     check_adaptive_entropy(config)
@@ -50,7 +51,7 @@ def check_advantage(config: Config) -> None:
             raise ConfigError(
                 f"objective.{key}=none, but algorithm={algorithm} is a policy gradient; {remedy}."
             )
-    required = frozenset(ADVANTAGES[name].needs)
+    required = needs_of(name)
     if missing := required - needs:
         fits = [other for other in shipped() if suits(other, name)]
         raise ConfigError(
@@ -70,6 +71,32 @@ def check_advantage(config: Config) -> None:
         )
 
 
+def needs_of(advantage: str) -> frozenset[str]:
+    """Return what an advantage estimator, by its name in a config, needs of the algorithm."""
+    estimator = formula_of("advantages", advantage)
+    return frozenset(() if estimator is None else estimator.needs)
+
+
+def check_own_functions(config: Config) -> None:
+    """Raise ConfigError if `objective.kwargs` and the keys of the section objective do not fit the parameters
+    of the user's functions."""
+    goal = config.objective
+    own = [each for each in goal.chosen if each is not None and ".py:" in each.spec]
+    unread = goal.kwargs.keys() - frozenset().union(*(each.parameters for each in own))
+    if unread:
+        raise ConfigError(
+            f"objective.kwargs.{min(unread)} is no keyword-only parameter of a function in your file; name "
+            "the function in objective.advantage or objective.loss, or leave it out."
+        )
+    known = {*Objective.__dataclass_fields__, *goal.kwargs, "seed"}
+    for each in own:
+        if missing := each.required - known:
+            raise ConfigError(
+                f"{each.spec} has the parameter {min(missing)} without a value; set "
+                f"objective.kwargs.{min(missing)}, or give it a default."
+            )
+
+
 def check_mismatch(config: Config) -> None:
     """Raise ConfigError if a mini-batch of kto has one response, because it also reads mismatched ones."""
     sizes = {
@@ -87,7 +114,7 @@ def check_mismatch(config: Config) -> None:
 def suits(algorithm: str, advantage: str) -> bool:
     """Return whether a shipped algorithm provides what the estimator needs, and nothing costly beyond
     that."""
-    needs, required = set(describe(algorithm).needs), set(ADVANTAGES[advantage].needs)
+    needs, required = set(describe(algorithm).needs), needs_of(advantage)
     is_policy_gradient = "objective.advantage" in describe(algorithm).defaults
     return is_policy_gradient and required <= needs and needs & COSTLY <= required
 

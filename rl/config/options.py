@@ -3,9 +3,9 @@ overrides.
 
     config = load(Config, "run.yaml", ["training.tp=2", "rollout={top_p: 0.9, stop: [END]}"])
 
-Later layers win: dataclass defaults <- `defaults` <- YAML file <- overrides in their order. Everything is
-strict: an unknown key, a duplicate key or a value of the wrong type is a `ConfigError`. To read a key before
-the algorithm's defaults are known, build twice from what was read once:
+Later layers win: dataclass defaults <- `defaults` <- YAML files in their order <- overrides in theirs.
+Everything is strict: an unknown key, a duplicate key or a value of the wrong type is a `ConfigError`. To read
+a key before the algorithm's defaults are known, build twice from what was read once:
 
     raw = read("run.yaml", overrides)
     config = build(Config, raw, DEFAULTS[build(Config, raw).algorithm])
@@ -32,7 +32,7 @@ import math
 import re
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from os import PathLike
 from pathlib import Path
@@ -41,6 +41,10 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 import yaml
 
 T = TypeVar("T")
+Files = str | PathLike | Sequence[str | PathLike] | None
+"""Path of a YAML file, several of them, or None for no file."""
+OWN_FUNCTION = "FILE.py:NAME"
+"""A choice of a Literal that stands for every function in a user's file."""
 
 
 class ConfigError(ValueError):
@@ -64,29 +68,40 @@ class Override:
 
 @dataclass(frozen=True)
 class Raw:
-    """A YAML file and overrides, parsed but not yet checked against a tree of dataclasses."""
+    """YAML files and overrides, parsed but not yet checked against a tree of dataclasses."""
 
-    source: str
-    """Path of the file, for messages."""
-    tree: dict
+    files: tuple[tuple[str, dict], ...]
+    """Path, for messages, and content of each file; later ones win."""
     overrides: tuple[Override, ...]
 
 
 def load(
     cls: type[T],
-    path: str | PathLike | None,
+    path: Files,
     overrides: Iterable[str] = (),
     defaults: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
 ) -> T:
-    """Return the tree of type `cls` from `defaults` (dotted key -> value), the file at `path` (None: no file)
-    and `overrides`."""
+    """Return the tree of type `cls` from `defaults` (dotted key -> value), the file or files at `path`, and
+    `overrides`."""
     return build(cls, read(path, overrides), defaults)
 
 
-def read(path: str | PathLike | None, overrides: Iterable[str] = ()) -> Raw:
-    """Read a YAML file and overrides `a.b=value`. ConfigError where either is not well-formed."""
-    tree = {} if path is None else read_file(path)
-    return Raw(str(path), tree, tuple(read_override(text) for text in overrides))
+def read(path: Files, overrides: Iterable[str] = ()) -> Raw:
+    """Read YAML files and overrides `a.b=value`. ConfigError where one is not well-formed."""
+    files = tuple((str(file), read_file(file)) for file in _each(path))
+    return Raw(files, tuple(read_override(text) for text in overrides))
+
+
+def _each(path: Files) -> list[str | PathLike]:
+    if path is None:
+        return []
+    return [path] if isinstance(path, str | PathLike) else list(path)
+
+
+def last_file(path: Files) -> str | PathLike | None:
+    """Return the last of the files that `path` names; None if it names none."""
+    files = _each(path)
+    return files[-1] if files else None
 
 
 def build(cls: type[T], raw: Raw, defaults: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> T:
@@ -95,7 +110,8 @@ def build(cls: type[T], raw: Raw, defaults: Mapping[str, Any] | Iterable[tuple[s
     config = cls()
     for key, value in dict(defaults).items():
         Layer(cls, "defaults").assign(config, key, value)
-    Layer(cls, raw.source).fill(config, raw.tree)
+    for source, tree in raw.files:
+        Layer(cls, source).fill(config, tree)
     for override in raw.overrides:
         Layer(cls, override.source).assign(config, override.key, text=override.text)
     return config
@@ -227,11 +243,11 @@ def convert_scalar(value: Any, kind: Any) -> Any:
     if kind is Any:
         return copy.deepcopy(value)
     if get_origin(kind) is Literal:
-        return (
-            value
-            if any(type(value) is type(choice) and value == choice for choice in get_args(kind))
-            else MISFIT
-        )
+        choices = get_args(kind)
+        if OWN_FUNCTION in choices and isinstance(value, str) and re.fullmatch(r".+\.py:[A-Za-z_]\w*", value):
+            return value
+        fits = any(type(value) is type(choice) and value == choice for choice in choices)
+        return value if fits else MISFIT
     if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if kind is float and isinstance(value, str):

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from rl.config.options import ConfigError, annotations, join
 
 NAMES = frozenset(
-    "algorithm config curriculum dir environment function image interpreter mlflow parser path resume "
-    "rollouts train val".split()
+    "advantage algorithm config curriculum dir environment function image interpreter loss mlflow parser "
+    "path resume rollouts train val".split()
 )
 """Last parts of keys that name files and directories."""
 OPAQUE = frozenset({"kwargs", "template_kwargs", "roles"})

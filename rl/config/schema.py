@@ -16,10 +16,10 @@ from rl.config.adapter import Adapter
 from rl.config.agents import Agents
 from rl.config.consequences import Consequence, consequences
 from rl.config.correction import RolloutCorrection
-from rl.config.declarations import Algorithm, Formula, describe, formulas, literal_dict
+from rl.config.declarations import Algorithm, Formula, describe, formula_of, formulas, literal_dict
 from rl.config.elastic import Elastic
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
-from rl.config.options import build, flatten, read
+from rl.config.options import OWN_FUNCTION, Files, build, flatten, last_file, read
 from rl.config.paths import expand_paths
 from rl.config.ranges import (
     AT_LEAST_ONE,
@@ -46,8 +46,8 @@ T = TypeVar("T")
 @dataclass
 class Run:
     name: str = "run"
-    """Name of the run; also the last part of the default `run.dir`. Default: the name of the config file
-    without its extension, if there is a file."""
+    """Name of the run; also the last part of the default `run.dir`. Default: the name of the config file, of
+    several the last, without its extension."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
     mode: Literal["train", "check", "evaluate", "rollout_only", "score_only", "train_only"] = "train"
@@ -108,6 +108,12 @@ class Data:
     prompt_key: str = "prompt"
     """Column with the prompt: a list of {role, content} messages (chat template applied, with the tools of
     column `tools`) or a string (used without a template)."""
+    ground_truth_key: str = ""
+    """Column with the reference answer, or a dotted path into a column. The file's other columns then reach
+    the reward function as entries of `extra_info`. Empty: `reward_model.ground_truth`, and only verl's
+    columns are read."""
+    max_rows: Annotated[int, NOT_NEGATIVE] = 0
+    """Number of rows of `train` that are read, the first ones. 0: all."""
     image_key: str = ""
     """Column with a prompt's images, for a model with a vision tower: a list of {bytes, path}, paths or data
     URIs, one for each anchor <image> in the messages (docs/vision.md). Empty: text only."""
@@ -205,8 +211,8 @@ if TYPE_CHECKING:
     Aggregation = str
     KlEstimator = str
 else:
-    Advantage = Literal[("none", *ADVANTAGES)]
-    PolicyLoss = Literal[("none", *LOSSES)]
+    Advantage = Literal[("none", *ADVANTAGES, OWN_FUNCTION)]
+    PolicyLoss = Literal[("none", *LOSSES, OWN_FUNCTION)]
     Aggregation = Literal[tuple(literal_dict("aggregate", "MODES"))]
     KlEstimator = Literal[tuple(literal_dict("kl", "ESTIMATORS"))]
 
@@ -236,6 +242,8 @@ class Objective:
     """Advantage estimator. Each algorithm sets its own; none: the algorithm has no policy gradient."""
     loss: PolicyLoss = "none"
     """Policy loss per token. Each algorithm sets its own; none: as for `advantage`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of an advantage or a loss that is a function in your file (`advantage`, `loss`)."""
     aggregation: Aggregation = "token-mean"
     """Mean that reduces token losses to one number; denominators are global over the mini-batch."""
     clip_low: Annotated[float, FRACTION] = 0.2
@@ -268,7 +276,7 @@ class Objective:
     @property
     def chosen(self) -> tuple[Formula | None, Formula | None]:
         """Declarations of the advantage estimator and of the loss; None where the name is none."""
-        return ADVANTAGES.get(self.advantage), LOSSES.get(self.loss)
+        return formula_of("advantages", self.advantage), formula_of("losses", self.loss)
 
 
 @dataclass
@@ -434,9 +442,9 @@ SUFFIXES = {"check": "-check", "evaluate": "-eval"}
 """Suffix of the directory of a mode: for example, run.mode=check writes runs/x-check beside runs/x."""
 
 
-def load_config(path: str | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: Files, overrides: Sequence[str] = ()) -> Config:
     """Return the config from dataclass defaults <- the algorithm's <- defaults that follow from keys
-    (`consequences`) <- the YAML file <- overrides.
+    (`consequences`) <- the YAML file, or several in their order <- overrides.
 
     Raises ConfigError for an unknown key, a wrong type or an unknown algorithm.
     """
@@ -457,7 +465,7 @@ def changed(config: Config) -> dict[str, Any]:
     return tree
 
 
-def derived_keys(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
+def derived_keys(path: Files, overrides: Sequence[str] = ()) -> list[str]:
     """Return a sentence for each key that `load_config` has set because of others."""
     after, before, found = _load(path, overrides)
     old, new = flatten(before), flatten(after)
@@ -466,10 +474,10 @@ def derived_keys(path: str | None, overrides: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def _load(path: str | None, overrides: Sequence[str]) -> tuple["Config", "Config", list[Consequence]]:
+def _load(path: Files, overrides: Sequence[str]) -> tuple["Config", "Config", list[Consequence]]:
     """Return the config with and without what follows from it, and what follows."""
     raw = read(path, overrides)
-    defaults: dict[str, Any] = {"run.name": Path(path).stem} if path else {}
+    defaults: dict[str, Any] = {"run.name": Path(file).stem} if (file := last_file(path)) else {}
     defaults |= describe(expand_paths(build(Config, raw)).algorithm).defaults
     before = build(Config, raw, defaults)
     found = list(consequences(before))

@@ -4,7 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rl.config.options import ConfigError, as_override, flatten, last, listed, nearest_keys, parent, show
+from rl.config.options import (
+    ConfigError,
+    Files,
+    as_override,
+    flatten,
+    last,
+    listed,
+    nearest_keys,
+    parent,
+    show,
+)
 from rl.config.paths import literal
 from rl.config.point_names import name_of, short_names
 from rl.config.run_models import run_models
@@ -39,7 +49,7 @@ OWN_MODELS = {"critic", "implicit_reward"}
 """Needs of algorithms that train a second model."""
 
 
-def load_points(path: str | None, overrides: Sequence[str]) -> list[Config]:
+def load_points(path: Files, overrides: Sequence[str]) -> list[Config]:
     """Return the config of each point of `sweep.adapters`, in order; [] without a sweep.
 
     A point's directory is its name in run.dir. Raises ConfigError, which names the point, for a key that

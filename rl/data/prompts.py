@@ -2,13 +2,13 @@
 
 The column `prompt` has a list of {role, content} messages, or a string. Optional columns are `data_source`,
 `reward_model` {style, ground_truth}, `extra_info`, `tools` (schemas that the chat template renders), and for
-agents `agent_name`, `tools_kwargs` and `interaction_kwargs`. Other columns are not read. `rl.data.messages`
-describes messages, `rl.data.reading` the file formats. Every error in the data is a ValueError that names the
-file and the row.
+agents `agent_name`, `tools_kwargs` and `interaction_kwargs`. Other columns are read only if a key names the
+column of the ground truth; they become entries of `extra_info`. `rl.data.messages` describes messages,
+`rl.data.reading` the file formats. Every error in the data is a ValueError that names the file and the row.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,9 @@ AGENT_COLUMNS = ("agent_name", "tools_kwargs", "interaction_kwargs")
 OPTIONAL = ("data_source", "reward_model", "extra_info", *COLUMNS, *AGENT_COLUMNS)
 """Columns beside the prompt or conversation that are read if they exist."""
 
+GROUND_TRUTH = "reward_model.ground_truth"
+"""Path of the ground truth in verl's columns."""
+
 VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files that may hold a tokenizer's vocabulary."""
 
@@ -58,9 +61,10 @@ class Prompt:
     data_source: str
     """Column `data_source`, or the name of the file without its extension."""
     ground_truth: Any
-    """`reward_model.ground_truth`, or None."""
+    """`reward_model.ground_truth` or the value at data.ground_truth_key; None without one."""
     extra_info: dict[str, Any]
-    """Column `extra_info`, or {}, with the row's columns of AGENT_COLUMNS."""
+    """Column `extra_info`, or {}, with the row's columns of AGENT_COLUMNS. With data.ground_truth_key also
+    the row's columns that nothing else reads."""
     response_ids: np.ndarray | None = None
     """np.int32 [R], only for sft. For a target: its tokens without special tokens, then the end-of-sequence
     token. For a conversation: the tokens from the first to the last token with a loss."""
@@ -157,6 +161,7 @@ def load_prompts(
     prompt_key: str,
     max_prompt_tokens: int,
     overlong: str,
+    ground_truth_key: str = "",
     response_key: str | None = None,
     max_prompts: int = 0,
     images: "ImageReader | None" = None,
@@ -168,6 +173,8 @@ def load_prompts(
         assistant. Strings get the tokenizer's special tokens, unless they begin with its BOS token.
     overlong: what to do with prompts of more than `max_prompt_tokens` tokens: "error", "drop" or
         "truncate_left".
+    ground_truth_key: column with the ground truth, or a dotted path into a column; the file's other columns
+        then belong to `extra_info`. "" stands for `reward_model.ground_truth`.
     response_key: None for RL. For sft, the column with the target, or a dotted path into a column, such as
         `extra_info.answer`. "" stands for `reward_model.ground_truth`.
     max_prompts: maximum number of rows to read, before overlong prompts are dropped; 0 reads all.
@@ -176,16 +183,17 @@ def load_prompts(
     Raises ValueError for an invalid file, a missing column, a prompt or target that is not text, a tokenizer
     that cannot render messages, and for overlong prompts if `overlong` is "error".
     """
-    target_path = None if response_key is None else (response_key or "reward_model.ground_truth").split(".")
+    target_path = None if response_key is None else (response_key or GROUND_TRUTH).split(".")
+    inputs = (prompt_key, *(target_path or [])[:1], *([images.column] if images else []))
+    required = {prompt_key: "name the column with the prompt in data.prompt_key"}
+    if ground_truth_key:
+        remedy = "name the column with the reference answer in data.ground_truth_key"
+        required.setdefault(ground_truth_key.split(".")[0], remedy)
     rows = read_rows(
         files,
-        required={prompt_key: "name the column with the prompt in data.prompt_key"},
-        optional=[
-            *OPTIONAL,
-            *(INPUTS if prompt_key == "instruction" else ()),
-            *(target_path or [])[:1],
-            *([images.column] if images else []),
-        ],
+        required=required,
+        optional=[*OPTIONAL, *(INPUTS if prompt_key == "instruction" else ()), *inputs[1:]],
+        reads_all=bool(ground_truth_key),
         max_rows=max_prompts,
     )
     reader = MessageReader(template_of(tokenizer), reads_images=images is not None)
@@ -214,22 +222,35 @@ def load_prompts(
             messages=chat if isinstance(chat := chats[index], list) else None,
             tools=tuple(tools[index]),
             images=tuple(pictures[index]),
-            **fields_of(rows[index]),
+            **fields_of(rows[index], ground_truth_key, inputs),
         )
         for index in np.flatnonzero(kept).tolist()
     ]
 
 
-def fields_of(row: FileRow) -> dict[str, Any]:
-    """Return the fields of a Prompt that are read from the row without tokenizing anything."""
+def fields_of(row: FileRow, ground_truth_key: str = "", inputs: Collection[str] = ()) -> dict[str, Any]:
+    """Return the fields of a Prompt that are read from the row without tokenizing anything.
+
+    ground_truth_key: as for `load_prompts`. inputs: columns of the prompt, which are no `extra_info`.
+    """
+    read = {*inputs, *OPTIONAL, *INPUTS, ground_truth_key.split(".")[0]}
+    others = {name: value for name, value in row.values.items() if name not in read}
     agent = {name: row.values[name] for name in AGENT_COLUMNS if row.values.get(name) is not None}
     return dict(
         data_source=data_source(row),
-        ground_truth=(row.values.get("reward_model") or {}).get("ground_truth"),
-        extra_info={**(row.values.get("extra_info") or {}), **agent},
+        ground_truth=value_at(row, (ground_truth_key or GROUND_TRUTH).split(".")),
+        extra_info={**(others if ground_truth_key else {}), **(row.values.get("extra_info") or {}), **agent},
         source=row.source,
         place=row.place,
     )
+
+
+def value_at(row: FileRow, path: Sequence[str]) -> Any:
+    """Return the value at a path into a row, such as ["extra_info", "answer"]; None if there is none."""
+    value: Any = row.values
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def data_source(row: FileRow) -> str:
@@ -364,9 +385,7 @@ def tokenize_targets(targets: Sequence[str], tokenizer: PreTrainedTokenizerBase)
 
 def _target(row: FileRow, path: list[str]) -> str:
     """Return the sft target of a row: the string or number at `path`, such as ["extra_info", "answer"]."""
-    value: Any = row.values
-    for name in path:
-        value = value.get(name) if isinstance(value, dict) else None
+    value = value_at(row, path)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):

@@ -62,13 +62,18 @@ class FileRow:
 
 
 def read_rows(
-    files: Sequence[str | Path], *, required: Columns, optional: Sequence[str] = (), max_rows: int = 0
+    files: Sequence[str | Path],
+    *,
+    required: Columns,
+    optional: Sequence[str] = (),
+    reads_all: bool = False,
+    max_rows: int = 0,
 ) -> list[FileRow]:
     """Return the rows of `files` in order.
 
     files: `.parquet`, `.jsonl`, `.json`, `.arrow`, or a directory written by `Dataset.save_to_disk` of the
     datasets library. required: columns that each file must have. optional: columns that are read if they
-    exist. Other columns are not read. max_rows: maximum number of rows; 0 reads all.
+    exist. reads_all: whether to read the other columns too. max_rows: maximum number of rows; 0 reads all.
 
     A column of MAPPINGS may hold the JSON text of an object, and a required column the JSON text of messages.
     Such texts are decoded.
@@ -79,10 +84,10 @@ def read_rows(
     check_data_files(files)
     rows: list[FileRow] = []
     names = {*required, *optional}
-    mappings = [name for name in MAPPINGS if name in names]
+    mappings = [name for name in MAPPINGS if reads_all or name in names]
     for source, path in enumerate(map(Path, files)):
         num_before = len(rows)
-        for number, values in _reader(path)(path, names, required):
+        for number, values in _reader(path)(path, None if reads_all else names, required):
             if max_rows and len(rows) == max_rows:
                 return rows
             row = FileRow(values, path, number, source)
@@ -151,7 +156,7 @@ def _check_kind(path: Path, name: str) -> None:
         )
 
 
-def _reader(path: Path) -> Callable[[Path, set[str], Columns], Rows]:
+def _reader(path: Path) -> Callable[[Path, set[str] | None, Columns], Rows]:
     return _read_arrow if path.is_dir() else _READERS[path.suffix]
 
 
@@ -216,7 +221,7 @@ def is_within(value: Any, levels: int) -> bool:
     return levels > 0 and all(is_within(child, levels - 1) for child in children)
 
 
-def _read_parquet(path: Path, names: set[str], required: Columns) -> Rows:
+def _read_parquet(path: Path, names: set[str] | None, required: Columns) -> Rows:
     """Yield (row number from 1, values) of a parquet file."""
     # The file is read in batches, because a nested column of more than 2 GiB cannot be read at once.
     # pq.read_table is not used, because it takes a directory named a=b for a partition and adds a column a.
@@ -227,7 +232,7 @@ def _read_parquet(path: Path, names: set[str], required: Columns) -> Rows:
         yield from _values(file.iter_batches(columns=found), path, "parquet")
 
 
-def _read_json(path: Path, names: set[str], required: Columns) -> Rows:
+def _read_json(path: Path, names: set[str] | None, required: Columns) -> Rows:
     """Yield (number, values) for each object of a file. The file has one object per line, or an array of
     objects.
 
@@ -256,7 +261,7 @@ def _read_json(path: Path, names: set[str], required: Columns) -> Rows:
             yield own, {name: values[name] for name in found}
 
 
-def _read_arrow(path: Path, names: set[str], required: Columns) -> Rows:
+def _read_arrow(path: Path, names: set[str] | None, required: Columns) -> Rows:
     """Yield (row number from 1, values) of an Arrow file or a directory of `save_to_disk`.
 
     The datasets library is needed, because a saved selection of rows is stored as an index that it applies.
@@ -325,12 +330,13 @@ def _reading(path: Path, form: str) -> Iterator[None]:
         raise ValueError(f"data file {path} cannot be read as {form}: {first_line(error)}") from error
 
 
-def _check_columns(found: list[str], names: set[str], required: Columns, place: str) -> list[str]:
-    """Return the columns to read. Raise ValueError if one is missing or exists twice."""
+def _check_columns(found: list[str], names: set[str] | None, required: Columns, place: str) -> list[str]:
+    """Return the columns to read, of `names` or (None) all. Raise ValueError if one is missing or exists
+    twice."""
     for name, remedy in required.items():
         if name not in found:
             raise ValueError(f"{place}: no column {name!r}, only {', '.join(found) or 'none'}; {remedy}.")
-    own = [name for name in found if name in names]
+    own = [name for name in found if names is None or name in names]
     if len(own) > len(set(own)):
         raise ValueError(f"{place}: column {max(own, key=own.count)!r} exists twice; rename one.")
     return own

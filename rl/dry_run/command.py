@@ -55,7 +55,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add("--config", metavar="FILE", required=True, action="append", help="YAML file of the run")
     add("overrides", metavar="key=value", nargs="*", help="set one key over the file")
     add("--dry-run", action="store_true", help="(this)")
     ranks = os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or "1"

@@ -102,7 +102,9 @@ class Inputs:
         if "pairs" in needs or "labels" in needs:
             self.prompts: list = self._pairs(needs)
         else:
-            self.prompts = self._prompts(config.data.train, responses=learns_from_data(config))
+            self.prompts = self._prompts(
+                config.data.train, responses=learns_from_data(config), max_prompts=config.data.max_rows
+            )
         if uses_teacher(config):
             check_sources(config, self.prompts)
         self.order = load_order(config.data.curriculum) if config.data.curriculum else None
@@ -229,6 +231,7 @@ class Inputs:
             prompt_key=data.prompt_key,
             max_prompt_tokens=data.max_prompt_tokens,
             overlong=data.overlong_prompts,
+            ground_truth_key=data.ground_truth_key,
             response_key=data.response_key if responses else None,
             max_prompts=max_prompts,
             images=self._image_reader(),
@@ -252,6 +255,7 @@ class Inputs:
             max_response_tokens=self.config.rollout.max_response_tokens,
             overlong=data.overlong_prompts,
             end_token_ids=end_token_ids(self.config.model.path),
+            max_pairs=data.max_rows,
         )
         if "labels" in needs:
             return load_labelled(

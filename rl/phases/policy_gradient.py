@@ -1,13 +1,12 @@
 """The policy gradient that a configuration names, composed of the pure functions in `rl.objectives`.
 
 An algorithm's file calls `advantages(batch, config)` and `policy_loss(config)`; `objective.advantage`,
-`objective.loss` and `objective.aggregation` choose the formulas. Each formula is one file with one function,
-and the function's parameters name its inputs. Positional parameters are columns of the batch, keyword-only
-parameters are keys of the section `objective`. For example, `rloo(rewards, groups)` reads two columns and no
-key. `rl.config.objective_checks` rejects combinations that do not fit together.
+`objective.loss` and `objective.aggregation` choose the formulas. Each formula is one function, in a file of
+`rl.objectives` or in a user's file, and its parameters name its inputs. Positional parameters are columns of
+the batch, keyword-only parameters are keys of the section `objective`. For example, `rloo(rewards, groups)`
+reads two columns and no key. `rl.config.objective_checks` rejects combinations that do not fit together.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rl.checks.objective import check_objective
+from rl.config.functions import companion, load_function
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.config.terms import AdaptiveEntropy
@@ -40,9 +40,7 @@ def advantages(batch: Batch, config: Config) -> Tensor:
     """
     estimator, _ = config.objective.chosen
     assert estimator is not None, "the algorithm has no policy gradient"
-    function = getattr(
-        importlib.import_module(f"rl.objectives.advantages.{estimator.function}"), estimator.function
-    )
+    function = load_function(estimator.spec, key="objective.advantage")
     samples = batch.merge_rows()
     try:
         result = function(**arguments(function, samples, config))
@@ -56,7 +54,7 @@ def policy_loss(config: Config) -> Loss:
     goal = config.objective
     _, loss = goal.chosen
     assert loss is not None, "the algorithm has no policy gradient"
-    function = getattr(importlib.import_module(f"rl.objectives.losses.{loss.function}"), loss.function)
+    function = load_function(loss.spec, key="objective.loss")
     inputs = set(inspect.signature(function).parameters)
     if goal.entropy_coef:
         inputs.add("entropy")
@@ -91,8 +89,7 @@ def token_selection(config: Config) -> TokenSelection | None:
     if config.objective.top_entropy < 1:
         select, output = top_entropy.select_tokens, "entropy"
     else:
-        module = importlib.import_module(f"rl.objectives.losses.{loss.function}")
-        select, output = getattr(module, "select_tokens", None), "logprobs"
+        select, output = companion(loss.spec, "select_tokens"), "logprobs"
     if select is None:
         return None
 
@@ -116,7 +113,8 @@ def arguments(
         is_key = parameter.kind is parameter.KEYWORD_ONLY
         value = given.get(name)
         if value is None:
-            value = getattr(config.objective, name, None) if is_key else columns.named(name)
+            goal = config.objective
+            value = goal.kwargs.get(name, getattr(goal, name, None)) if is_key else columns.named(name)
         if value is not None:
             found[name] = value
         elif parameter.default is parameter.empty:

@@ -50,8 +50,8 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
     mixture = Mixture(inputs.rewards)
     if rank == 0 and all(prompt.ground_truth is None for prompt in prompts):
         log.warning(
-            "none of the %d rows that are scored has a reward_model.ground_truth; the reward function gets "
-            "None",
+            "none of the %d rows that are scored has a reward_model.ground_truth (or name another column in "
+            "data.ground_truth_key); the reward function gets None",
             len(prompts),
         )
     for prompt in prompts[rank::world]:

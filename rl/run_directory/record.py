@@ -63,8 +63,10 @@ def _sha256(file: Path) -> str:
 
 
 def own_files(config: Config) -> list[Path]:
-    """Return the user's own files with an algorithm, reward, parser, curriculum, environment or tool."""
+    """Return the user's own files with an algorithm, an advantage, a loss, a reward, a parser, a curriculum,
+    an environment or a tool."""
     functions = [config.data.curriculum, config.reward.judge.parser, config.reward.function]
+    functions += [config.objective.advantage, config.objective.loss]
     for spec in (config.agents.plan.default, *config.agents.plan.sources.values()):
         functions += [spec.environment, *(tool.function for tool in spec.tools)]
     functions += [part.function for parts in check_sources(config.reward.sources).values() for part in parts]

@@ -3,10 +3,12 @@ named."""
 
 import pytest
 
+from rl.config.checks import check
 from rl.config.declarations import read_formula
 from rl.config.options import ConfigError
 from rl.config.ranges import POSITIVE
-from rl.config.schema import ADVANTAGES, LOSSES
+from rl.config.schema import ADVANTAGES, LOSSES, load_config
+from rl.phases.policy_gradient import policy_loss
 
 
 def test_names_follow_from_file_names():
@@ -68,3 +70,29 @@ def test_an_unfit_file_is_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match=f"{path} must define a function mine, and FORMULA"):
         read_formula(path)
+
+
+OWN = """
+def half(rewards, groups, *, share): ...
+def mine(logprobs, advantages, mask, *, clip_low, scale=2.0): ...
+"""
+
+
+def test_functions_of_a_file_anywhere_are_advantage_and_loss(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    keys = ["model.path=m", "data.train=[d]", f"objective.advantage={path}:half"]
+    keys += [f"objective.loss={path}:mine", "objective.clip_low=0.1"]
+
+    def load(*more):
+        check(config := load_config(None, [*keys, *more]))
+        return config
+
+    config = load("objective.kwargs.share=0.5", "objective.kwargs.scale=3")
+    assert policy_loss(config).function.keywords["token_loss"].__name__ == "mine"
+    with pytest.raises(ConfigError, match="parameter share without a value; set objective.kwargs.share"):
+        load()
+    with pytest.raises(ConfigError, match="objective.kwargs.size is no keyword-only parameter"):
+        load("objective.kwargs.size=1")
+    with pytest.raises(ConfigError, match="must define a function other"):
+        load(f"objective.loss={path}:other")

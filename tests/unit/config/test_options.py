@@ -522,7 +522,7 @@ def test_docs_of_a_base_class_are_found():
 
 def test_the_command_line_takes_overrides_in_any_place():
     line = parse_command_line(Tree, ["a=1", "--config", "x.yaml", "b.c=-2", "--print-config", "d=[e, f]"])
-    assert line == CommandLine("x.yaml", ["a=1", "b.c=-2", "d=[e, f]"], True)
+    assert line == CommandLine(["x.yaml"], ["a=1", "b.c=-2", "d=[e, f]"], True)
     assert not parse_command_line(Tree, ["--config=x.yaml"]).print_config
 
 

@@ -592,3 +592,11 @@ def test_only_what_differs_from_the_algorithms_defaults_is_changed(tmp_path):
     (tmp_path / "again.yaml").write_text(to_yaml(changed(config)))
     assert load_config(str(tmp_path / "again.yaml")) == config
     assert set(FIRST_KEYS) <= set(flatten(Config())) and len(FIRST_KEYS) == 20
+
+
+def test_of_several_files_later_ones_win_key_by_key(tmp_path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("run: {seed: 2, max_steps: 7}")
+    second.write_text("run: {seed: 3}")
+    run = load_config([first, second], ["run.max_steps=8"]).run
+    assert (run.name, run.seed, run.max_steps) == ("b", 3, 8)

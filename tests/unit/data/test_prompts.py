@@ -95,6 +95,14 @@ def test_absent_values_are_none_or_empty_and_types_are_kept(load):
     assert [prompt.ground_truth for prompt in load(*rows)] == truths
 
 
+def test_a_file_with_columns_of_its_own_is_read_whole(load):
+    row = {"question": "1+1=", "answer": {"final": "2"}, "level": 3, "tests": ["a"]}
+    (prompt,) = load(row, prompt_key="question", ground_truth_key="answer.final")
+    assert prompt.ground_truth == "2" and prompt.extra_info == {"level": 3, "tests": ["a"]}
+    with pytest.raises(ValueError, match="no column 'truth'.*data.ground_truth_key"):
+        load(row, prompt_key="question", ground_truth_key="truth")
+
+
 def test_columns_for_environments_are_in_the_extra_info(load):
     from rl.features.agents.pool import to_row
 
