@@ -31,7 +31,7 @@ class Change:
 
     def words(self, before: Estimate) -> str:
         """Return the change as overrides for a command line."""
-        words = [f"{key}={_text(value)}" for key, value in self.values.items()]
+        words = [f"{key}={text(value)}" for key, value in self.values.items()]
         if self.world_size != before.layout.num_ranks:
             words.append(f"--world-size {self.world_size}")
         return " ".join(words)
@@ -43,9 +43,7 @@ def cheapest_change(before: Estimate) -> Change | None:
     steps = list(single_changes(before.config, world))
     for factor, number in TRIALS:
         combinations = (dict(some) for some in itertools.combinations(steps, number))
-        trials = [
-            _fitting(before, values, factor * world) for values in combinations if len(values) == number
-        ]
+        trials = [fitting(before, values, factor * world) for values in combinations if len(values) == number]
         if fitting := [change for change in trials if change is not None]:
             return min(fitting, key=lambda change: change.estimate.step_seconds)
     return None
@@ -68,7 +66,7 @@ def single_changes(config: Config, world_size: int) -> Iterator[tuple[str, objec
         yield from ((key, size * factor) for factor in (2, 4, 8) if size * factor <= world_size)
 
 
-def _fitting(before: Estimate, values: dict[str, object], world_size: int) -> Change | None:
+def fitting(before: Estimate, values: dict[str, object], world_size: int) -> Change | None:
     """Return the change with these values, and a lower engine's share if needed; None if it does not fit."""
     try:
         after = changed(before, with_values(before.config, values), world_size)
@@ -107,5 +105,5 @@ def with_values(config: Config, values: dict[str, object]) -> Config:
     return new
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value}"

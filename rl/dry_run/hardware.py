@@ -8,6 +8,15 @@ from rl.runtime.peaks import BF16_TFLOPS
 
 GIB = 1 << 30
 
+GPUS: dict[str, dict[str, float]] = {
+    "h100": {},
+    "h200": {"gpu_memory_gib": 140.0, "hbm_gb_s": 4800.0},
+    "a100-80": {"tflops": BF16_TFLOPS["A100"], "hbm_gb_s": 2039.0, "nvlink_gb_s": 300.0, "nic_gb_s": 25.0},
+    "a100-40": {"gpu_memory_gib": 40.0, "tflops": BF16_TFLOPS["A100"], "hbm_gb_s": 1555.0}
+    | {"nvlink_gb_s": 300.0, "nic_gb_s": 25.0},
+}
+"""Name of a GPU -> figures of `Hardware` that differ from an H100's, from NVIDIA's data sheets."""
+
 
 @dataclass(frozen=True)
 class Hardware:

@@ -1,15 +1,82 @@
-"""A search for the fastest layout on a number of ranks, for runs with a changing number of nodes."""
+"""Searches for the fastest configurations on a number of ranks (`tools/plan.py`), and for a layout for runs
+with a changing number of nodes."""
 
+import heapq
 import itertools
+import math
 from collections.abc import Iterator
 
 from rl.config.checks import check
 from rl.config.layout_checks import divisors
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_engine
-from rl.dry_run.changes import with_values
-from rl.dry_run.estimate import estimate
+from rl.dry_run.changes import Change, fitting, with_values
+from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.hardware import Hardware
+
+TRIES = 96
+"""Number of configurations that a search estimates."""
+STAGES = {
+    "training.recompute": ("none", "selective", "full"),
+    "training.offload": ("none", "optimizer", "all"),
+}
+"""Keys with values in an order, of which a search tries the neighbours."""
+
+
+def fastest(before: Estimate, *, count: int = 5, tries: int = TRIES) -> list[Change]:
+    """Return the configurations with the shortest estimated steps among those that fit, the fastest first.
+
+    The search begins with the given config, and again and again tries the neighbours of the fastest config
+    that it has not left yet: twice or half of a parallel size or of the micro-batch, another recomputation or
+    offload. A change without effect on the seconds is not listed. count: maximum number of results. tries:
+    maximum number of estimates.
+    """
+    world = before.layout.num_ranks
+    seen: set[tuple[tuple[str, object], ...]] = {()}
+    found: list[Change] = []
+    queue: list[tuple[float, int, dict[str, object]]] = []
+
+    def visit(values: dict[str, object]) -> None:
+        change = fitting(before, values, world)
+        seconds = math.inf if change is None else change.estimate.step_seconds
+        if change is not None and all(seconds != other.estimate.step_seconds for other in found):
+            found.append(change)
+        heapq.heappush(queue, (seconds, len(seen), values))
+
+    visit({})
+    while queue and len(seen) < tries:
+        _, _, values = heapq.heappop(queue)
+        for key, value in _neighbours(with_values(before.config, values), before, world):
+            new = values | {key: value}
+            if new.get("training.pp") == 1:
+                new["training.vpp"] = 1
+            place = tuple(sorted(new.items()))
+            if place not in seen and len(seen) < tries:
+                seen.add(place)
+                try:
+                    check(with_values(before.config, new))
+                except ConfigError:
+                    continue
+                visit(new)
+    return sorted(found, key=lambda change: change.estimate.step_seconds)[:count]
+
+
+def _neighbours(config: Config, before: Estimate, world_size: int) -> Iterator[tuple[str, object]]:
+    training = config.training
+    sizes = {f"training.{name}": getattr(training, name) for name in ("tp", "pp", "cp")}
+    if before.models["policy"].num_experts:
+        sizes["training.ep"] = training.ep
+    if needs_engine(config):
+        sizes["rollout.tp"] = config.rollout.tp
+    for key, size in sizes.items():
+        yield from ((key, new) for new in (size * 2, size // 2) if 1 <= new <= world_size)
+    for tokens in (training.micro_batch_tokens * 2, training.micro_batch_tokens // 2):
+        yield "training.micro_batch_tokens", tokens
+    for key, stages in STAGES.items():
+        value = getattr(training, key.rpartition(".")[2])
+        if value in stages and not (key == "training.offload" and not needs_engine(config)):
+            place = stages.index(value)
+            yield from ((key, new) for new in stages[max(0, place - 1) : place + 2] if new != value)
 
 
 def find_layout(config: Config, world_size: int, *, ranks_per_node: int) -> dict[str, object] | None:

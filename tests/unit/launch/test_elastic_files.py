@@ -13,7 +13,9 @@ from launch.elastic_files import Board, ElasticGeneration, Lease, exit_code
 from rl.config.checks import check
 from rl.config.options import ConfigError
 from rl.config.schema import load_config
-from rl.dry_run.layouts import find_layout
+from rl.dry_run.estimate import estimate
+from rl.dry_run.hardware import Hardware
+from rl.dry_run.layouts import fastest, find_layout
 from tests.spawn import ROOT
 
 NODE1, NODE2 = (Lease(f"node{n}-1", f"node{n}", f"node{n}", 2, "7", "c0", n) for n in (1, 2))
@@ -102,6 +104,15 @@ def test_the_dry_run_finds_a_layout_for_the_ranks_that_are_left():
     assert found is not None and 4 % (found["training.tp"] * found["training.pp"]) == 0
     assert find_layout(load_config(path), 8, ranks_per_node=8) == {}  # as it is
     assert find_layout(wide, 1, ranks_per_node=1) is None  # 7B does not fit
+
+
+def test_a_plan_lists_faster_configurations_that_fit():
+    config = load_config(str(ROOT / "configs" / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml"))
+    before = estimate(config, 8, Hardware(), plan=False)
+    found = fastest(before, tries=30)
+    seconds = [change.estimate.step_seconds for change in found]
+    assert seconds == sorted(seconds) and seconds[0] < before.step_seconds and len(found) == 5
+    assert all(not change.estimate.problems and check(change.estimate.config) == [] for change in found)
 
 
 def test_the_first_agent_makes_a_run_directory_that_others_cannot_enter(tmp_path):

@@ -1,0 +1,120 @@
+"""Find the fastest configurations of a run that fit on a number of GPUs.
+
+    python tools/plan.py --gpus 8 configs/qwen2.5-7b_gsm8k_grpo_8gpu.yaml
+    python tools/plan.py --gpus 512 --gpu h200 --gpu a100-40 CONFIG [key=value ...]
+    python tools/plan.py --gpus 8 --measured runs/mine CONFIG
+
+Nothing is built, and no GPU is needed. Each result has the estimated seconds of a step by phase, the memory
+of the fullest GPU, and the overrides to paste. With `--measured` the last three steps of a run correct the
+seconds of each phase. Exit code 2: nothing fits, or the input is invalid.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rl.config.checks import check  # noqa: E402
+from rl.config.schema import load_config  # noqa: E402
+from rl.dry_run.changes import Change  # noqa: E402
+from rl.dry_run.estimate import Estimate, estimate  # noqa: E402
+from rl.dry_run.hardware import GIB, GPUS, Hardware  # noqa: E402
+from rl.dry_run.layouts import fastest  # noqa: E402
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    fits = False
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        check(config)
+        for gpu in arguments.gpu or ["h100"]:
+            hardware = Hardware(ranks_per_node=min(arguments.gpus_per_node, arguments.gpus), **GPUS[gpu])
+            lengths = {"prompt": arguments.mean_prompt_tokens, "response": arguments.mean_response_tokens}
+            own = estimate(config, arguments.gpus, hardware, plan=False, **lengths)
+            factors = factors_of(arguments.measured, hardware, lengths) if arguments.measured else {}
+            found = fastest(own, count=5)
+            print(f"{arguments.gpus} x {gpu}: {config.run.name}" + ("" if found else ": nothing fits"))
+            for place, change in enumerate(sorted(found, key=lambda each: total(each, factors)), start=1):
+                print(lines_of(place, change, factors))
+            fits = fits or bool(found)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if fits else 2
+
+
+def lines_of(place: int, change: Change, factors: Mapping[str, float]) -> str:
+    """Return seconds, memory and overrides of a result."""
+    found = change.estimate
+    phases = ("training", "generation") if found.memory.engine else ("training",)
+    peak = max(found.memory.peak(phase)[0] for phase in phases) / GIB
+    seconds = ", ".join(f"{name} {value:.1f}" for name, value in corrected(found, factors).items())
+    return (
+        f"{place}. {total(change, factors):.1f} s per step ({seconds}); {peak:.0f} of "
+        f"{found.hardware.memory_gib:g} GiB\n   {change.words(found) or '(the config as it is)'}"
+    )
+
+
+def corrected(found: Estimate, factors: Mapping[str, float]) -> dict[str, float]:
+    """Return the estimated seconds by phase, times the factor of each phase."""
+    return {name: value * factors.get(name, 1.0) for name, value in found.seconds.items()}
+
+
+def total(change: Change, factors: Mapping[str, float]) -> float:
+    """Return the corrected seconds of a step; with roles and lag generation and the rest overlap."""
+    seconds = corrected(change.estimate, factors)
+    generation, rest = seconds.get("gen", 0.0), sum(seconds.values()) - seconds.get("gen", 0.0)
+    overlaps = change.estimate.layout.is_split and change.estimate.config.roles.lag
+    return max(generation, rest) if overlaps else generation + rest
+
+
+def factors_of(run: Path, hardware: Hardware, lengths: Mapping[str, float]) -> dict[str, float]:
+    """Return phase -> measured / estimated seconds of the last three steps of a run.
+
+    Raises ValueError if the directory is not one of a run with three steps.
+    """
+    try:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        world = json.loads((run / "environment.json").read_text(encoding="utf-8"))["world_size"]
+        config = load_config(str(run / "config.yaml"))
+    except OSError as error:
+        raise ValueError(f"--measured {run} is not the directory of a run ({error}); correct it.") from error
+    steps = [step for step in map(json.loads, lines) if "timing_s/step" in step][-3:]
+    if len(steps) < 3:
+        raise ValueError(f"--measured {run} has {len(steps)} steps, but 3 are needed; let it run longer.")
+    prompt, response = (
+        lengths[side] or median(step.get(f"{side}_length/mean", 0.0) for step in steps)
+        for side in ("prompt", "response")
+    )
+    found = estimate(config, world, hardware, plan=False, prompt=prompt, response=response)
+    measured = {name: median(step.get(f"timing_s/{name}", 0.0) for step in steps) for name in found.seconds}
+    return {name: measured[name] / value for name, value in found.seconds.items() if value and measured[name]}
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="YAML file of the run")
+    add("overrides", metavar="key=value", nargs="*", help="set one key over the file")
+    add("--gpus", metavar="N", type=int, required=True, help="number of GPUs, one rank each")
+    add("--gpu", action="append", choices=list(GPUS), help="kind of GPU; several are compared (h100)")
+    add("--gpus-per-node", metavar="N", type=int, default=8, help="GPUs of a node (8)")
+    add("--measured", metavar="RUN", type=Path, help="directory of a run on these GPUs, with three steps")
+    for side in ("prompt", "response"):
+        add(f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help="(half of the longest)")
+    arguments = parser.parse_intermixed_args(argv)
+    if arguments.gpus < 1 or arguments.gpus_per_node < 1:
+        parser.error("--gpus and --gpus-per-node must be at least 1")
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())
