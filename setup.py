@@ -111,6 +111,11 @@ setup(
     long_description=(here / "README.md").read_text() if (here / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    classifiers=[
+        "Typing :: Typed",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+    ],
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["lockstep"]),

@@ -56,7 +56,7 @@ def executor(folder: str, *, max_restarts: int = 100, **parameters: Any) -> "sub
         import submitit
     except ImportError:
         raise ConfigError(
-            "submitit is not installed: pip install 'lockstep[slurm]', or use lockstep submit."
+            "submitit is not installed: pip install 'lockstep-rl[slurm]', or use lockstep submit."
         ) from None
     if not slurm.available():
         raise ConfigError("there is no Slurm on this machine; submit from a login node of a cluster.")

@@ -21,5 +21,6 @@ if str(HOME) not in sys.path:
     sys.path.insert(0, str(HOME))
 
 from lockstep.library import RunError, RunResult, read_run, train  # noqa: E402
+from rl import __version__  # noqa: E402
 
-__all__ = ["HOME", "RunError", "RunResult", "read_run", "train"]
+__all__ = ["HOME", "__version__", "RunError", "RunResult", "read_run", "train"]

@@ -175,7 +175,7 @@ def pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("the plot needs matplotlib: pip install 'lockstep[report]'.") from None
+        raise ValueError("the plot needs matplotlib: pip install 'lockstep-rl[report]'.") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

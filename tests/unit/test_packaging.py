@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import setuptools
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -126,6 +127,16 @@ def test_version_is_the_packages_own(setup_arguments):
     import rl
 
     assert setup_arguments["version"] == rl.__version__
+
+
+def test_the_release_files_name_this_version_and_this_distribution(setup_arguments):
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == setup_arguments["version"]
+    assert f"version = {{{setup_arguments['version']}}}" in (ROOT / "README.md").read_text()
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    assert workflow["jobs"]["test"]["steps"][-1] == {"run": "bash tools/test.sh"}
+    listed = ["git", "grep", "-lE", r"install.*[ '\"]lockstep(\[|$)", "--", ":!tests/unit/test_packaging.py"]
+    assert subprocess.run(listed, cwd=ROOT, capture_output=True, text=True).stdout == ""
+    assert setup_arguments["name"] == "lockstep-rl"
 
 
 def test_every_package_is_typed_installed_and_in_the_image(setup_arguments):

@@ -74,7 +74,7 @@ def write_page(
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        raise ValueError("the page needs plotly: pip install 'lockstep[report]'.") from None
+        raise ValueError("the page needs plotly: pip install 'lockstep-rl[report]'.") from None
     parts, names = PageData(), _names(list(runs))
     parts.add("plotly", get_plotlyjs())
     shown = []

@@ -23,7 +23,7 @@ PROMPT = [{"role": "user", "content": "a prompt"}]
 
 def needs(module, extra):
     """Skip the test if a module of an extra of setup.py is not installed."""
-    return pytest.importorskip(module, reason=f"needs pip install 'lockstep[{extra}]'")
+    return pytest.importorskip(module, reason=f"needs pip install 'lockstep-rl[{extra}]'")
 
 
 def make_pool(name, interpreter="", timeout_s=60, **kwargs):
@@ -224,7 +224,7 @@ def test_openenv_server_by_text_and_by_tools():
 def test_verifiers_taskset_runs_in_its_own_interpreter(monkeypatch):
     python = os.environ.get("VERIFIERS_PYTHON")
     if not python:
-        pytest.skip("needs VERIFIERS_PYTHON, an interpreter with 'lockstep[verifiers]' and uv beside it")
+        pytest.skip("needs VERIFIERS_PYTHON, an interpreter with 'lockstep-rl[verifiers]' and uv beside it")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{HERE}")
     env = {
         "taskset": {"id": "adding_taskset"},

@@ -15,7 +15,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 def page(tmp_path):
     """Return the page of two runs, opened; afterwards it must have had no console message and no request."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    pytest.importorskip("plotly", reason="needs plotly: pip install 'lockstep[report]'")
+    pytest.importorskip("plotly", reason="needs plotly: pip install 'lockstep-rl[report]'")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         pytest.skip(f"needs one of {', '.join(BROWSERS)}: apt-get install chromium")

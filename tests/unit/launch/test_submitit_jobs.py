@@ -12,7 +12,7 @@ from rl.config.options import ConfigError
 
 def test_without_submitit_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lockstep\[slurm\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'lockstep-rl\[slurm\]'"):
         executor(str(tmp_path))
 
 

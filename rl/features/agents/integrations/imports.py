@@ -15,6 +15,6 @@ def require(module: str, *, extra: str) -> ModuleType:
         if error.name is None or error.name.split(".")[0] != module.split(".")[0]:
             raise  # the package is there, and lacks one of its own requirements
         raise ModuleNotFoundError(
-            f"module={module} is not installed. Run pip install 'lockstep[{extra}]' in the environment of "
+            f"module={module} is not installed. Run pip install 'lockstep-rl[{extra}]' in the environment of "
             "the workers."
         ) from None
