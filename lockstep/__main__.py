@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command `argv` (None: sys.argv) and end the process with its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `lockstep --help | head` ends silently
         print(usage())
         raise SystemExit(0 if argv else 2)
     words = next((words for n in (2, 1) if (words := " ".join(argv[:n])) in COMMANDS), "")
@@ -46,7 +47,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.argv = [f"lockstep {words}", *rest]  # argparse takes the program's name from there
     argparse.ArgumentParser.error = refuse_arguments  # type: ignore
     if not command.acts or PRINTING & set(rest):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `lockstep status | head` ends silently
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     leave(call(command, rest))
 
 

@@ -135,7 +135,7 @@ def test_a_plain_run_imports_no_other_feature(config, tmp_path):
 
 def test_help_lists_every_key_without_importing_torch():
     code = (
-        "import sys; sys.argv = ['train_rl.py', '--help']; import train_rl\n"
+        "import sys; sys.argv = ['train_rl.py', '--help', 'all']; import train_rl\n"
         "try: train_rl.main()\n"
         "except SystemExit as leave: assert leave.code == 0\n"
         "assert 'torch' not in sys.modules\n"
