@@ -13,8 +13,8 @@ from tests.doc_commands import copy_files
 TRAIN = """
 import lockstep
 config = lockstep.HOME / "configs" / "quickstart.yaml"
-keys = {"model.path": "runs/toy/model", "run.max_steps": 1, "validation.every": 0}
-run = lockstep.train(config, keys | {"data.prompts_per_step": 32}, ranks=2)
+keys = {"model.path": "runs/toy/model", "run.max_steps": 1, "data.prompts_per_step": 32}
+run = lockstep.train(config, keys | {"validation.every": 0, "checkpoint.export_hf": False}, ranks=2)
 assert run.state == "finished" and list(run.values("critic/score/mean")) == [1], run
 assert list(run.checkpoints) == [1]
 """
@@ -25,7 +25,7 @@ def test_the_wheel_runs_the_quickstarts_config_from_elsewhere(tmp_path):
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
     def run(*command, cwd=tmp_path):
-        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
