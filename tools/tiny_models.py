@@ -224,6 +224,21 @@ VISION: dict[str, tuple[dict, dict]] = {
 """Architecture with a vision tower -> keys of its tiny text and vision configs in addition to SIZES."""
 
 
+BY_CLASS: dict[str, dict] = {
+    "Gemma2ForCausalLM": dict(
+        head_dim=64,
+        query_pre_attn_scalar=48,
+        sliding_window=12,  # shorter than the sequences of tests
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+    ),
+    "Olmo2ForCausalLM": {},
+    "CohereForCausalLM": dict(logit_scale=0.5),
+    "Starcoder2ForCausalLM": dict(sliding_window=12),
+}
+"""Models without a file in rl/models, which train as their class in transformers."""
+
+
 def tiny_config(architecture: str, *, tie: bool = False, **options: Any) -> transformers.PreTrainedConfig:
     """Return the config of a random model of 2 or 3 layers, 4 heads, 2 KV heads and the toy's vocabulary."""
     if architecture in VISION:
@@ -234,7 +249,7 @@ def tiny_config(architecture: str, *, tie: bool = False, **options: Any) -> tran
         architectures=[architecture],
         vocab_size=len(build_tokenizer()),
         tie_word_embeddings=tie,
-        **SPECIAL | SIZES | PARTICULAR[architecture] | options,
+        **SPECIAL | SIZES | (PARTICULAR | BY_CLASS)[architecture] | options,
     )
 
 

@@ -78,7 +78,8 @@ def main(directory: str, temperature: str, out: str) -> None:
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad(), without_kernels():
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        options = dict(dtype=torch.float32, attn_implementation="eager")  # others do not cap scores
+        model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
         batch = random_batch(model.config.get_text_config().vocab_size)
         np.save(out, hf_logprobs(model, batch, temperature=float(temperature))[0].numpy())
 

@@ -26,7 +26,34 @@ OLDER = "other losses do not correct for tokens of older weights"
 CORRECT = "set rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true"
 
 
+MEGATRON = "use an architecture of docs/models.md with training.backend=megatron"
+
+
 EXCLUSIONS = {
+    "a class of transformers": {
+        "training.tp": "the class computes whole layers; use training.tp=1",
+        "training.pp": "the class computes whole models; use training.pp=1",
+        "training.cp": "the class computes whole rows; use training.cp=1",
+        "training.ep, training.etp": "the class computes whole layers; use training.ep=1 and training.etp=0",
+        "training.vpp": "there are no pipeline stages; use training.vpp=1",
+        "training.recompute=selective, training.recompute_every": (
+            "the class recomputes whole layers, all of them; use training.recompute=full"
+        ),
+        "adapters": f"adapters are added to Megatron's layers; {MEGATRON}",
+        "needs critic, needs implicit_reward, reward.model.path": (
+            f"a second model and value heads are built from Megatron's layers; {MEGATRON}"
+        ),
+        "a teacher": f"distributions are computed with Megatron's heads; {MEGATRON}",
+        "roles": f"the link plans the weights of Megatron's layers; {MEGATRON}",
+        "training.router_replay": f"experts are replayed in Megatron's routers; {MEGATRON}",
+        "a prediction head": f"the head is built from Megatron's layers; {MEGATRON}",
+        "model.numerics=bitwise": f"the bitwise layers replace Megatron's; {MEGATRON}",
+        "data.image_key": f"only towers beside Megatron's layers read images; {MEGATRON}",
+        "rollout.quantization=fp8": (
+            "only weights of known layouts are quantised; use rollout.quantization=none"
+        ),
+        "scaled rotation": "the class reads config.json; scale the rotation there, in a copy of the model",
+    },
     "data.curriculum": {
         "data.train_weights": "a curriculum orders the prompts of all files; set one of the two"
     },
@@ -383,6 +410,13 @@ EXCLUSIONS = {
 
 
 _NOT_BUILT = {
+    "a class of transformers": (
+        "training.tp, training.pp, training.cp, training.ep, training.etp, training.vpp, "
+        "training.recompute=selective, training.recompute_every, adapters, needs critic, "
+        "needs implicit_reward, reward.model.path, a teacher, roles, training.router_replay, "
+        "a prediction head, model.numerics=bitwise, data.image_key, rollout.quantization=fp8, "
+        "scaled rotation"
+    ),
     "data.image_key": (
         "data.messages_key, whole responses, needs critic, reward.model.path, a teacher, "
         "roles, rollout.carry_over, a sweep, run.mode=train_only, training.cp, training.vpp, "

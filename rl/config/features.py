@@ -26,6 +26,7 @@ from rl.config.schema import (
     validates,
     whole_run,
 )
+from rl.models import trains_class
 
 MAX_RANK = 512
 """The largest rank of vLLM's adapters."""
@@ -178,6 +179,10 @@ NAMED = {
     "a loss of selected tokens": loss(lambda formula: "selected_tokens" in formula.columns),
     "a loss per sample": loss(lambda formula: formula.per_sample),
     "a loss of weighted ratios": loss(lambda formula: "loss_weights" in formula.columns),
+    "a class of transformers": Feature(
+        lambda config: trains_class(config.training.backend, config.model.path),
+        "training.backend=transformers",
+    ),
     # Sections
     "agents": Feature(lambda config: config.agents.is_on, "the section agents", "no environment and no tool"),
     "adapters": Feature(
@@ -272,6 +277,7 @@ NAMED = {
 """Name -> feature."""
 
 OPTIONAL = (
+    "a class of transformers",
     "a prediction head",
     "a sweep",
     "a teacher",

@@ -14,6 +14,7 @@ from rl.config.role_checks import role_ranks
 from rl.config.rollout import Rollout
 from rl.config.schema import Config, Training, algorithm_of, learns_from_data, needs_engine
 from rl.models import BITWISE, architecture
+from rl.models.by_class import MARK
 from rl.models.fp8_blocks import cut_blocks, quantised_weights
 from rl.models.layout import FP8_BLOCK, Weight, stage_layers
 from rl.models.rope import positions
@@ -31,6 +32,8 @@ from rl.models.unsupported import needed
 def check_architecture(hf: dict[str, Any], path: str, supported: Collection[str]) -> None:
     """Raise ConfigError if there is no code for the model in `path`. `hf` is its config.json."""
     names = hf.get("architectures") or []
+    if names and hf.get(MARK):
+        return  # `by_class.check` follows
     if not set(names) & set(supported):
         raise ConfigError(
             f"The model in {path} has, by its config.json, the architecture "

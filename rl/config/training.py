@@ -49,6 +49,10 @@ Recomputed = Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts",
 
 @dataclass
 class Training:
+    backend: Literal["auto", "megatron", "transformers"] = "auto"
+    """Layers of the model in training: Megatron's, or those of its class in transformers. auto: Megatron's
+    for the architectures that docs/models.md lists, else the class. Every rank holds a class's weights and
+    gradients whole; master weights and moments are sharded."""
     tp: Annotated[int, AT_LEAST_ONE] = 1
     """Tensor parallel size of the training grid."""
     pp: Annotated[int, AT_LEAST_ONE] = 1

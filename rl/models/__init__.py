@@ -6,11 +6,13 @@ docs/extending.md has a worked example.
 """
 
 import importlib
+import json
 import os
 from pathlib import Path
 from types import ModuleType
 
 from rl.models import (
+    by_class,
     deepseek,
     gemma3,
     glm4_moe,
@@ -79,6 +81,8 @@ def architecture(hf: dict) -> ModuleType:
 
     Raises ValueError for an unsupported architecture.
     """
+    if hf.get(by_class.MARK):
+        return by_class
     name = hf["architectures"][0]
     if name in VISION:
         return importlib.import_module(f"rl.models.{VISION[name]}")
@@ -86,6 +90,18 @@ def architecture(hf: dict) -> ModuleType:
         if name in file.ARCHITECTURES:
             return file
     raise ValueError(f"architecture {name} is not supported; supported are {', '.join(SUPPORTED)}.")
+
+
+def trains_class(backend: str, path: str) -> bool:
+    """Return whether the model trains as its class in transformers. backend: `training.backend`."""
+    if backend != "auto":
+        return backend == "transformers"
+    try:
+        hf = json.loads(Path(path, "config.json").read_text())
+        names = set(hf.get("architectures") or ())
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False  # the inputs say what is wrong
+    return bool(names) and names.isdisjoint(SUPPORTED) and by_class.is_trainable(hf)
 
 
 def form(hf: dict) -> LayerForm:

@@ -142,13 +142,13 @@ class Weight:
         return self.cut.vllm(self.hf, self.shapes, tp, tp_rank)
 
 
-def _rows(name: str, shape: tuple[int, ...], start: int, stop: int, at: int) -> Piece:
+def rows_at(name: str, shape: tuple[int, ...], start: int, stop: int, at: int) -> Piece:
     """Return the piece of rows start..stop of the tensor, which begin at local row `at`."""
     rest = whole(shape[1:])
     return Piece(name, ((start, stop), *rest), ((at, at + stop - start), *rest))
 
 
-def _whole(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
+def whole_of(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
     return [Piece(names[0], whole(shapes[0]), whole(shapes[0]))]
 
 
@@ -160,7 +160,7 @@ def _column(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, ra
     pieces, at = [], 0
     for name, shape in zip(names, shapes):
         size = shape[0] // tp
-        pieces.append(_rows(name, shape, rank * size, (rank + 1) * size, at))
+        pieces.append(rows_at(name, shape, rank * size, (rank + 1) * size, at))
         at += size
     return pieces
 
@@ -172,7 +172,7 @@ def _row(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank:
     return [Piece(names[0], ((0, rows), (rank * size, (rank + 1) * size)), ((0, rows), (0, size)))]
 
 
-REPLICATED = Cut(_whole, _whole, split=False)
+REPLICATED = Cut(whole_of, whole_of, split=False)
 COLUMN = Cut(_column, _column)
 GATE_UP = COLUMN
 ROW = Cut(_row, _row)
@@ -209,7 +209,7 @@ def _vocab(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, ran
     """Split the padded rows over the ranks; padding belongs to no piece."""
     size = padded_vocab(shapes[0][0], vocab_multiple(tp)) // tp
     start, stop = rank * size, min((rank + 1) * size, shapes[0][0])
-    return [_rows(names[0], shapes[0], start, stop, 0)] if start < stop else []
+    return [rows_at(names[0], shapes[0], start, stop, 0)] if start < stop else []
 
 
 VOCAB = Cut(_vocab, _vocab)
@@ -229,7 +229,7 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
         pieces, at = [], 0
         for group in range(rank * groups, (rank + 1) * groups):
             for name, shape, size in zip(names, shapes, (per_group, head_dim, head_dim)):
-                pieces.append(_rows(name, shape, group * size, (group + 1) * size, at))
+                pieces.append(rows_at(name, shape, group * size, (group + 1) * size, at))
                 at += size
         return pieces
 
@@ -240,7 +240,7 @@ def qkv(num_heads: int, num_kv_heads: int, head_dim: int) -> Cut:
         for name, shape, first, count in zip(
             names, shapes, (rank * heads, first_kv, first_kv), (heads, kv_heads, kv_heads)
         ):
-            pieces.append(_rows(name, shape, first * head_dim, (first + count) * head_dim, at))
+            pieces.append(rows_at(name, shape, first * head_dim, (first + count) * head_dim, at))
             at += count * head_dim
         return pieces
 
@@ -257,7 +257,7 @@ def kv_heads(num_kv_heads: int, head_dim: int) -> Cut:
     def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
         count = max(1, num_kv_heads // tp) * head_dim
         first = rank * num_kv_heads // tp * head_dim
-        return [_rows(names[0], shapes[0], first, first + count, 0)]
+        return [rows_at(names[0], shapes[0], first, first + count, 0)]
 
     return Cut(_column, vllm)
 
@@ -296,9 +296,9 @@ def rows_from(offset: int) -> Cut:
     """
 
     def vllm(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
-        return [_rows(names[0], shapes[0], 0, shapes[0][0], offset)]
+        return [rows_at(names[0], shapes[0], 0, shapes[0][0], offset)]
 
-    return Cut(_whole, vllm, split=False)
+    return Cut(whole_of, vllm, split=False)
 
 
 def _stacked(pieces: PieceFunction, expert: int) -> PieceFunction:
@@ -330,7 +330,7 @@ def expert_down(expert: int) -> Cut:
 
 
 def _on_first(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
-    return _whole(names, shapes, tp, rank) if rank == 0 else []
+    return whole_of(names, shapes, tp, rank) if rank == 0 else []
 
 
 @functools.cache
@@ -340,7 +340,7 @@ def expert_down_bias(expert: int) -> Cut:
     In Megatron every rank holds the whole bias. vLLM has one parameter [E, H] for all experts. vLLM adds the
     outputs of the ranks, so only the first rank holds the bias and the others hold zeros.
     """
-    return Cut(_whole, _stacked(_on_first, expert), split=False)
+    return Cut(whole_of, _stacked(_on_first, expert), split=False)
 
 
 def cuts_fp8_blocks(weight: Weight, tp: int) -> bool:

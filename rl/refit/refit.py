@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.config.options import ConfigError
+from rl.models import by_class
 from rl.models.layout import VOCAB, Weight
 from rl.models.placement import RolloutPlacement, TrainingPlacement
 from rl.refit import gather
@@ -46,7 +47,7 @@ MAX_SHOWN = 8
 """Maximum number of differing weights that a check gathers to report their first differing element."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class WeightPlan:
     """The plan of all refits from a trainer to an engine, on this rank."""
 
@@ -63,6 +64,8 @@ class WeightPlan:
     """Elements of all engines that the equality covers."""
     num_elements: int
     """Elements of all engines, without padding."""
+    is_new: bool = True
+    """Whether `_prove_description` is still to come, for a model that its class describes."""
 
 
 _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -98,6 +101,8 @@ def refit(
     with_base = slots is None or not slots.has_base
     for part in _parts(trainer, engine, buffer_mib, adapter, with_base=with_base, staged=True):
         planned = part.planned
+        if planned.is_new and part.group.values.weight_map.hf.get(by_class.MARK):
+            _prove_description(engine, part)
         if slots is not None and planned.fallback:
             raise ConfigError(
                 f"adapter.in_engine=adapter, but vLLM holds {len(planned.fallback)} weights, such as "
@@ -121,6 +126,25 @@ def refit(
     if not fallback:
         engine.weights_changed()
     return done
+
+
+def _prove_description(engine: RolloutEngine, part: PlannedGroup) -> None:
+    """Compare the names and places of weights in `rl.models.by_class` with what vLLM's loader does.
+
+    The loader writes all weights, and every element must be where the description says. Raises RefitMismatch
+    on every rank otherwise. Collective over the world.
+    """
+    engine.load_weights(part.group.values.gathered(part.group.weights))
+    planned, device = part.planned, engine.device.torch
+    numbers = differing(planned.equality, part.sources, part.destinations, device)
+    found = sorted(set().union(*gather_objects(numbers)))
+    if found:
+        raise RefitMismatch(
+            f"vLLM's loader changes or moves {len(found)} weights of this model, such as "
+            f"{planned.in_place[found[0]].hf[0]}, so that they cannot be compared; training.backend="
+            "transformers does not support this model."
+        )
+    planned.is_new = False
 
 
 def check_refit(

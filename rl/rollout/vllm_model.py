@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rl.config.rollout import Rollout
-from rl.models import SUPPORTED, rope
-from rl.models.mtp import HEADS
+from rl.models import rope
 from rl.rollout import router
 from rl.runtime.device import Device
 from rl.runtime.replacement import replace_attribute
@@ -60,13 +59,13 @@ def allow_no_torchvision() -> None:
 
 
 def register(architectures: Iterable[str]) -> None:
-    """Import the classes of the supported architectures among these in this process.
+    """Import vLLM's classes of these architectures in this process.
 
     Otherwise vLLM inspects the model's class in a subprocess, which takes about 10 s.
     """
     from vllm import ModelRegistry
 
-    for name in set(architectures) & {*SUPPORTED, *HEADS.values()}:
+    for name in set(architectures) & ModelRegistry.models.keys():
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,8 +36,8 @@ class PackedRow(PackedSeqParams):
     """Rotation for layers with a window, if these layers rotate by other angles than the other layers."""
     position_ids: Tensor | None = None
     """int64 [1, T]."""
-    near: RowAttention | None = None
-    """`attention` with a window; filled when the first layer needs it. All windows of a model are equal."""
+    near: dict[int, RowAttention] = field(default_factory=dict)
+    """Window -> `attention` with this window; filled when the first layer needs it."""
     part: "RowPart | None" = None
     """This rank's part, if context parallel ranks share the row."""
     groups: Sequence[RowGroup] = ()
@@ -61,11 +61,11 @@ class PackedRow(PackedSeqParams):
         assert self.attention is not None
         if window is None:
             return self.attention
-        if self.near is None:
+        if window not in self.near:
             assert self.position_ids is not None
             query = self.position_ids[0]
-            self.near = windowed(self.attention, query, self.keys(query), window)
-        return self.near
+            self.near[window] = windowed(self.attention, query, self.keys(query), window)
+        return self.near[window]
 
 
 class CoreAttention(MegatronModule):
@@ -112,27 +112,44 @@ class CoreAttention(MegatronModule):
 
         query: [T, heads/tp, d]. key: [T, kv_heads/tp, d]. value: [T, kv_heads/tp, v].
         """
+        form = AttentionForm(self.scale, self.window, self.softmax_offset)
+        return form.attend(query, key, value, packed_seq_params).flatten(1)
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """Causal attention over packed rows, as one layer computes it (`CoreAttention`)."""
+
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(d)."""
+    window: int | None = None
+    """Number of tokens that a token sees, itself included; None: all."""
+    sinks: Tensor | None = None
+    """Learned score of each head that enters the softmax's denominator, [heads]."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRow) -> Tensor:
+        """Return the attention of a row, [T, heads, v]. Shapes as in `CoreAttention.forward`."""
         uses_masks = not query.is_cuda or query.dtype is torch.float32
-        row, width = packed_seq_params.within(self.window if uses_masks else None), value.shape[-1]
-        key, value = packed_seq_params.keys(key), packed_seq_params.keys(value)
+        row, width = packed.within(self.window if uses_masks else None), value.shape[-1]
+        key, value = packed.keys(key), packed.keys(value)
         if query.shape[-1] != width:  # MLA: flash attention requires one width
             value = F.pad(value, (0, query.shape[-1] - width))
         if not query.is_cuda:
-            out = _AttendOnCpu.apply(query, key, value, self.softmax_offset, row, self.scale)
+            out = _AttendOnCpu.apply(query, key, value, self.sinks, row, self.scale)
         elif query.dtype is torch.float32:  # flash attention supports only 16 bits
             out = self._float32(query, key, value, row)
         else:
             out = self._varlen(query, key, value, row)
-        return (out[..., :width] if out.shape[-1] != width else out).flatten(1)
+        return out[..., :width] if out.shape[-1] != width else out
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: RowAttention) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         if row.kv_index is not None:
             key, value = (select_rows(x, row.kv_index) for x in (key, value))
-        if self.softmax_offset is not None:
+        if self.sinks is not None:
             window = (-1 if self.window is None else self.window - 1, 0)
-            return _VarlenWithSinks.apply(query, key, value, self.softmax_offset, row, self.scale, window)
+            return _VarlenWithSinks.apply(query, key, value, self.sinks, row, self.scale, window)
         options: dict[str, Any] = _grouped(query, key)
         out = varlen_attn(
             query,
@@ -156,7 +173,7 @@ class CoreAttention(MegatronModule):
         out = []
         for run, *parts in zip(row.runs, *(x.split(sizes) for x in (query, key, value))):
             q, k, v = (x.unflatten(0, (run.count, run.length)).transpose(1, 2) for x in parts)
-            if self.softmax_offset is not None:
+            if self.sinks is not None:
                 out.append(self._with_sink_key(q, k, v, run.mask).transpose(1, 2).flatten(0, 1))
                 continue
             attended = F.scaled_dot_product_attention(
@@ -177,7 +194,8 @@ class CoreAttention(MegatronModule):
         if mask is None:
             mask = torch.full((1, 1, length, length), float("-inf"), device=q.device).triu(1)
         mask = mask.expand(len(q), q.shape[1], length, length)
-        sinks = self.softmax_offset.float()[:, None, None].expand(len(q), -1, length, 1)
+        assert self.sinks is not None
+        sinks = self.sinks.float()[:, None, None].expand(len(q), -1, length, 1)
         k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         mask, grouped = torch.cat([mask, sinks], -1), q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)

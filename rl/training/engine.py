@@ -121,6 +121,9 @@ class TrainingEngine:
 
     def _build(self, hf: dict, training: Training, dtype: torch.dtype) -> list[Packed]:
         """Return this rank's chunks of the model. Collective over the world."""
+        for part in self.parts:
+            if (chunks := part.build(self.spec, training, dtype, self.grid)) is not None:
+                return chunks
         return build_model(
             hf,
             training,

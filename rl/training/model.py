@@ -7,6 +7,7 @@ reward model, returns one value for each given token. Both run on packed micro-b
 names of their weights for refit, checkpoints and export belong to `rl.training.weights.WeightMap`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -133,36 +134,46 @@ class Policy(Packed):
             hidden = hidden * self.logits_scale
         if self.outputs == ("hidden",):
             return (hidden,)
-        options: dict[str, Any] = dict(
-            temperature=labels.temperature, vocab_size=self.real_vocab_size, group=group
-        )
-        names = tuple(name for name in self.outputs if name in OUTPUTS)
-        found: tuple[Tensor, ...] = ()
-        if names:
-            found = self.head(
-                hidden,
-                self.head_weight,
-                labels.targets,
-                **options,
-                chunk=self.head_chunk_tokens,
-                outputs=names,
-                logits_filter=labels.extras.get(LogitsFilter),
-            )
-        if names == self.outputs:
-            return found
-        further = labels.extras.get(HeadOutput)
-        assert further is not None, self.outputs
-        # For each token, a HeadOutput needs several times the float32 memory that log-probs need.
-        chunk = max(1, self.head_chunk_tokens // 4)
-        results = dict(zip(names, found))
-        results[further.name] = further(hidden, self.head_weight, **options, chunk=chunk)
-        return tuple(results[name] for name in self.outputs)
+        options = dict(vocab_size=self.real_vocab_size, group=group, chunk=self.head_chunk_tokens)
+        return policy_outputs(self.outputs, self.head, hidden, self.head_weight, labels, **options)
 
     @property
     def head_weight(self) -> Tensor:
         """The rank's rows of the head, [Vpad/tp, H], on the last stage."""
         tied = self.share_embeddings_and_output_weights
         return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+
+def policy_outputs(
+    names: tuple[str, ...],
+    head: Callable[..., tuple[Tensor, ...]],
+    hidden: Tensor,
+    weight: Tensor,
+    labels: HeadRequest,
+    *,
+    vocab_size: int,
+    group: Any,
+    chunk: int,
+) -> tuple[Tensor, ...]:
+    """Return the named outputs of a policy, float32 [R] each.
+
+    head: `linear_logprobs`, or a function with its arguments. hidden: [R, H], the states before the
+    head. weight: the rank's rows of the head. Others: as in `linear_logprobs`.
+    """
+    options: dict[str, Any] = dict(temperature=labels.temperature, vocab_size=vocab_size, group=group)
+    own = tuple(name for name in names if name in OUTPUTS)
+    found: tuple[Tensor, ...] = ()
+    if own:
+        kept = labels.extras.get(LogitsFilter)
+        found = head(hidden, weight, labels.targets, **options, chunk=chunk, outputs=own, logits_filter=kept)
+    if own == names:
+        return found
+    further = labels.extras.get(HeadOutput)
+    assert further is not None, names
+    results = dict(zip(own, found))
+    # For each token, a HeadOutput needs several times the float32 memory that log-probs need.
+    results[further.name] = further(hidden, weight, **options, chunk=max(1, chunk // 4))
+    return tuple(results[name] for name in names)
 
 
 class ValueModel(Packed):

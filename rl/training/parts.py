@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl.config.schema import Training
 from rl.data.batch import Batch
 from rl.data.held import ColumnBytes
 from rl.models.layout import Weight
@@ -21,6 +22,7 @@ from rl.training.grid import Grid
 from rl.training.held_transfer import Need, fetch
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
+from rl.training.spec import ModelSpec
 from rl.training.weights import WeightMap
 
 if TYPE_CHECKING:
@@ -49,6 +51,13 @@ class TrainerPart:
     """The weights that learn; None: the model's own weights."""
 
     # Construction
+
+    def build(self, spec: ModelSpec, training: Training, dtype: torch.dtype, grid: Grid) -> list[Any] | None:
+        """Return this rank's chunks of the model in place of Megatron's; None: Megatron's.
+
+        Collective over the world.
+        """
+        return None
 
     def extend(self, hf: dict, chunks: list["Packed"]) -> None:
         """Add modules to this rank's chunks of the model, before its weights are read. Not collective.

@@ -16,6 +16,12 @@ CHATS = "algorithm=sft data.messages_key=messages data.val=[v.jsonl]"
 TRUNCATE = "rollout_correction.truncate_tokens=2"
 EXAMPLES = {
     "data.image_key": "data.image_key=images",
+    "a class of transformers": "training.backend=transformers",
+    "training.tp": "training.tp=2",
+    "training.pp": "training.pp=2",
+    "training.etp": "training.etp=2",
+    "training.recompute_every": "training.recompute=full training.recompute_every=2",
+    "needs implicit_reward": "algorithm=prime",
     "training.vpp": "training.vpp=2 training.pp=2",
     "needs critic": "algorithm=ppo",
     "data.curriculum": "data.curriculum=own:order",

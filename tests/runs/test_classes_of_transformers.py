@@ -1,0 +1,54 @@
+"""GRPO on models without a file in rl/models, which train as their class in transformers."""
+
+import shutil
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests import bounds
+from tests.checkpoints import assert_same_checkpoint, save_tiny
+from tests.records import comparable
+from tests.toy import train
+
+STEPS = ("run.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=0", "checkpoint.export_hf=true")
+TIED = ("Gemma2ForCausalLM", "CohereForCausalLM")
+
+
+def cut_back(straight, killed):
+    """Make a copy of a run as if it had been killed after its second step."""
+    shutil.copytree(straight, killed)
+    (killed / "checkpoints" / "step_000003").rename(killed / "checkpoints" / "step_000003.partial")
+    lines = (killed / "metrics.jsonl").read_text().splitlines()
+    (killed / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Gemma2ForCausalLM",
+        *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("Olmo2", "Cohere")),
+    ],
+)
+def test_three_steps_of_grpo_resumed_and_exported(config, tmp_path, family):
+    model = save_tiny(family, tmp_path / "tiny", seed=1, tie=family in TIED)
+    overrides = (f"model.path={model}", "training.recompute=full", *STEPS)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    for step in train(2, config, *overrides, run=straight):
+        assert 0 < step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB
+        assert step["actor/grad_norm"] > 0
+    cut_back(straight, killed)
+    train(2, config, *overrides, run=killed)
+    assert comparable(killed) == comparable(straight)
+    assert_same_checkpoint(*(run / "checkpoints" / "step_000003" for run in (straight, killed)))
+    AutoModelForCausalLM.from_pretrained(straight / "hf")
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_the_other_backend(config, tmp_path):
+    """Weights and moments of a checkpoint have Hugging Face names, on another number of ranks too."""
+    straight, changed = tmp_path / "straight", tmp_path / "changed"
+    expected = train(2, config, "training.backend=megatron", *STEPS, run=straight)
+    cut_back(straight, changed)
+    found = train(1, config, "training.backend=transformers", *STEPS, run=changed)
+    for key in ("actor/loss", "actor/grad_norm"):
+        assert found[-1][key] == pytest.approx(expected[-1][key], rel=1e-3, abs=1e-5)
