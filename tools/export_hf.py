@@ -50,10 +50,12 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
     from rl.checkpoint.directory import CONFIG, complete
     from rl.config import wing
+    from rl.config.exclusions import check_exclusions
+    from rl.config.features import CLASS, is_on
     from rl.config.options import load
     from rl.config.run_models import run_models
     from rl.config.schema import Config, Training
-    from rl.models import read_hf_config, rope
+    from rl.models import by_class, read_hf_config, rope
     from rl.runtime.session import session
 
     with session(ranks) as device:  # silences the warnings of the imports below
@@ -85,10 +87,12 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
             raise ValueError(f"--adapter: {args.run_dir} trained all weights; leave it out.")
         grid = build_grid(tp=args.tp, pp=args.pp, seed=config.run.seed)
         hf = rope.scaled(read_hf_config(config.model.path), config.model.rope_scaling)
-        spec = ModelSpec(config.model.path, hf, config.model.dtype)
         training = Training(tp=args.tp, pp=args.pp, mtp=config.training.mtp)
         adapter = replace(config.adapter, path="")  # the checkpoint has its values
         config = replace(config, training=training, adapter=adapter)
+        check_exclusions(config, [CLASS])
+        hf = by_class.described(hf) if is_on(config, CLASS) else hf
+        spec = ModelSpec(config.model.path, hf, config.model.dtype)
         parts = training_parts(config, run_models(config)["policy"])
         policy = TrainingEngine(spec, training, grid, device, parts)
         store.load_weights(saved, {"policy": policy} | policy.parts.models())

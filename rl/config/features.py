@@ -28,6 +28,8 @@ from rl.config.schema import (
 )
 from rl.models import trains_class
 
+CLASS = "a class of transformers"
+"""The feature of a run whose policy trains as its class in transformers (`training.backend`)."""
 MAX_RANK = 512
 """The largest rank of vLLM's adapters."""
 
@@ -179,7 +181,7 @@ NAMED = {
     "a loss of selected tokens": loss(lambda formula: "selected_tokens" in formula.columns),
     "a loss per sample": loss(lambda formula: formula.per_sample),
     "a loss of weighted ratios": loss(lambda formula: "loss_weights" in formula.columns),
-    "a class of transformers": Feature(
+    CLASS: Feature(
         lambda config: trains_class(config.training.backend, config.model.path),
         "training.backend=transformers",
     ),
@@ -277,7 +279,7 @@ NAMED = {
 """Name -> feature."""
 
 OPTIONAL = (
-    "a class of transformers",
+    CLASS,
     "a prediction head",
     "a sweep",
     "a teacher",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.config.adapter_checks import adapters_of
-from rl.config.features import is_on
+from rl.config.features import CLASS, is_on
 from rl.config.layout_checks import check_architecture, check_has_experts, check_judge, check_layout
 from rl.config.options import ConfigError
 from rl.config.run_models import RunModel, run_models
@@ -187,7 +187,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, ModelShape]
         key = model.key if model.own_path else "model.path"
         hf = _read(model.path, key, shape if use_shape else "", notes)
         hf = hf if model.own_path else rope.scaled(hf, config.model.rope_scaling)
-        if is_on(config, "a class of transformers"):
+        if is_on(config, CLASS):
             hf = by_class.described(hf)
         values = bool(model.head)
         body = value_model(hf) if values else hf

@@ -8,7 +8,7 @@ import numpy as np
 from transformers.models.auto import modeling_auto
 
 from rl.config.adapter_checks import adapters_of
-from rl.config.features import is_on
+from rl.config.features import CLASS, is_on
 from rl.config.functions import load_function
 from rl.config.layout_checks import check_has_experts, check_judge, check_layout, check_positions
 from rl.config.options import ConfigError
@@ -142,7 +142,7 @@ class Inputs:
         scaling = {} if own_path else self.config.model.rope_scaling
         hf = rope.scaled(read_hf_config(path, key=key if own_path else "model.path"), scaling)
         check_files(path)
-        if is_on(self.config, "a class of transformers"):
+        if is_on(self.config, CLASS):
             hf = by_class.described(hf)
         body = value_model(hf) if model.head else hf
         try:
