@@ -10,7 +10,7 @@ from rl.training import cpu_support
 
 cpu_support.install()
 
-from rl.training.attention import CoreAttention, PackedRow  # noqa: E402
+from rl.training.attention import AttentionForm, CoreAttention, PackedRow  # noqa: E402
 from rl.training.rows import row_attention, segments  # noqa: E402
 from tests import bounds  # noqa: E402
 from tests.unit.training.test_rows import CPU, expected_mask, rows  # noqa: E402
@@ -126,12 +126,13 @@ def test_sinks_take_a_share_of_the_softmax(path, monkeypatch):
         ]
         with torch.no_grad():
             attention.softmax_offset.copy_(torch.randn(4, generator=generator))
+        form = AttentionForm(SCALE, sinks=attention.softmax_offset)
         keys = {name: torch.from_numpy(array) for name, array in segments(groups).items()}
         row = row_attention(groups, keys, CPU)
         if path == "cpu":
             found = attention(*inputs, packed_seq_params=PackedRow(attention=row))
         else:
-            found = getattr(attention, f"_{path}")(*inputs, row).flatten(1)
+            found = getattr(form, f"_{path}")(*inputs, row).flatten(1)
         learned = [*inputs, attention.softmax_offset]
         exact = [x.detach().double().requires_grad_() for x in learned]
         expected = dense(*exact[:3], expected_mask(groups, end), exact[3])
