@@ -26,6 +26,7 @@ RUN bash tools/install_cuda.sh system
 COPY setup.py ./
 COPY rl/__init__.py rl/
 RUN bash tools/install_cuda.sh packages
+RUN bash tools/install_cuda.sh compiled
 
 # The program last, in place: configs/ and tools/ are beside it, and a checkout mounted over /opt/lockstep replaces it. The
 # directories are named so that no .venv and no runs/ of the checkout enter the image.

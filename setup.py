@@ -52,12 +52,11 @@ extras = {
     # megatron-core 0.16.1 is the newest version for Python 3.11. On 3.12, version 0.19.2 passes the same
     # tests of training, refit and checkpoints: pip install --no-deps megatron-core==0.19.2.
     "cpu": ["torch==2.13.0+cpu", "megatron-core==0.16.1", *program],
-    # flash-attn and transformer-engine's torch part are compiled against the installed torch: install
-    # `cuda-build` first, then this with --no-build-isolation, as tools/install_cuda.sh does.
-    "cuda": [
-        "torch==2.13.0",
-        "vllm==0.32.0",
-        "megatron-core==0.16.1",
+    # Wheels only: no compiler and no CUDA toolkit.
+    "cuda": ["torch==2.13.0", "vllm==0.32.0", "megatron-core==0.16.1", *program],
+    # Faster layers of the trainer (docs/gpu.md). Both are compiled against the installed torch: install
+    # `cuda-build` first, then this with --no-build-isolation, as `tools/install_cuda.sh --compiled` does.
+    "compiled": [
         # The newest that megatron-core 0.16.1 allows (its `dev` extra has >=2.9.0a0,<2.12). core_cu13,
         # because torch 2.13 and vLLM 0.32 on PyPI are CUDA 13 builds.
         "transformer-engine[core_cu13,pytorch]==2.11.0",
@@ -65,7 +64,6 @@ extras = {
         # it. Its setup.py compiles with -std=c++17, which suffices for torch 2.13; the headers of torch 2.14
         # require C++20 (flash-attention #2863).
         "flash-attn==2.8.3",
-        *program,
     ],
     # Build requirements of the two source builds: their setup.py imports torch, wheel, packaging and psutil,
     # and ninja builds in parallel. setuptools: within vLLM's bound.

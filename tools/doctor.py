@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from rl.runtime.ranks import Ranks, discover  # noqa: E402
 from tools.node_checks import (  # noqa: E402
     Finding,
     bad,
+    check_compilers,
     check_disks,
     check_gpus,
     check_limits,
@@ -95,6 +97,8 @@ def own_findings(arguments: argparse.Namespace, ranks: Ranks) -> list[Finding]:
     findings = (
         check_gpus(expected) + check_limits(ranks.local_world_size, ranks.world_size) + check_versions()
     )
+    if shutil.which("nvidia-smi"):
+        findings += check_compilers()
     findings += check_site(written, ranks_on_node=ranks.local_world_size, max_skew_s=arguments.max_skew)
     findings += check_disks(written, min_free_gib=arguments.min_free_gib)
     return findings + (check_readable(paths) if paths else [])

@@ -2,16 +2,20 @@
 # Install the CUDA stack (setup.py's extras) and Lockstep itself (editable) into a virtual environment: the active one, or
 # .venv at the root of the repository, which is created if necessary. Dockerfile and lockstep.def call the same parts.
 #
-#   bash tools/install_cuda.sh             the packages and the program; compiles for the GPUs of this machine
-#   bash tools/install_cuda.sh system      Ubuntu's packages, as root or in a build with --fakeroot
-#   bash tools/install_cuda.sh packages    Python's packages
-#   bash tools/install_cuda.sh program     the program; then checks the set
+#   bash tools/install_cuda.sh               the packages and the program: wheels only, without a compiler or the CUDA toolkit
+#   bash tools/install_cuda.sh --compiled    also the packages that are faster (docs/gpu.md), compiled for this machine's GPUs
+#   bash tools/install_cuda.sh system        Ubuntu's packages, as root or in a build with --fakeroot
+#   bash tools/install_cuda.sh packages      Python's packages that are wheels
+#   bash tools/install_cuda.sh compiled      transformer-engine, flash-attn and apex
+#   bash tools/install_cuda.sh program       the program; then checks the set
 #
+# With --compiled, or `compiled`:
 #   CUDA_ARCHS="9.0;10.0"    GPU types to compile for, in torch's notation; 9.0 is Hopper (H100, H200, GH200), 10.0 is
 #                            Blackwell (B200), 12.0 its workstation cards. One type makes the build much shorter.
 #   MAX_JOBS=8               parallel compilers. One of flash-attn's takes several GB, so memory limits this before cores.
 #   APEX_REF=none            a git ref of github.com/NVIDIA/apex to build. Megatron takes its fused Adam and gradient norms
 #                            from transformer-engine, and from apex only without that. PyPI's `apex` is another project.
+# Always:
 #   PYTHON=python3.12        the interpreter of a .venv that is created
 set -euo pipefail
 
@@ -41,12 +45,17 @@ venv="${VIRTUAL_ENV:-$root/.venv}"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 packages() {
-    export CUDA_HOME="${CUDA_HOME:-/usr/local/cuda}" CUDA_ARCHS="${CUDA_ARCHS:-$(this_gpu)}" MAX_JOBS="${MAX_JOBS:-8}"
-    [ -x "$CUDA_HOME/bin/nvcc" ] || fail "$CUDA_HOME has no bin/nvcc; install the CUDA toolkit 13.0 and set CUDA_HOME."
     # A virtual environment, because Ubuntu's own Python rejects pip (PEP 668).
     [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
     cd "$root"
-    # torch first: flash-attn and transformer-engine's torch part import it in their setup.py.
+    pip install ".[cuda,mpi,slurm,test,report]"
+}
+
+compiled() {
+    export CUDA_HOME="${CUDA_HOME:-/usr/local/cuda}" CUDA_ARCHS="${CUDA_ARCHS:-$(this_gpu)}" MAX_JOBS="${MAX_JOBS:-8}"
+    [ -x "$CUDA_HOME/bin/nvcc" ] ||
+        fail "$CUDA_HOME has no bin/nvcc; install the CUDA toolkit 13.0 and set CUDA_HOME, or leave out --compiled."
+    cd "$root"
     say "compiling for $CUDA_ARCHS with $MAX_JOBS compilers"
     pip install ".[cuda-build]"
     # Headers of the cuDNN and NCCL in torch's own wheels, which are the libraries that the process loads.
@@ -58,7 +67,7 @@ packages() {
     # labels CUDA 13 builds as CUDA 12.
     export FLASH_ATTENTION_FORCE_BUILD=TRUE NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_FRAMEWORK=pytorch NVCC_THREADS=2
     # --no-build-isolation: in an isolated build pip would fetch another torch and compile against it.
-    pip install --no-build-isolation ".[cuda,mpi,slurm,test,report]"
+    pip install --no-build-isolation ".[cuda,compiled]"
     [ "${APEX_REF:-none}" = none ] || apex
 }
 
@@ -78,17 +87,18 @@ this_gpu() {
     echo "${found:-8.0;9.0;10.0;12.0}"
 }
 
-# Nothing is imported here, because transformer-engine requires the GPU's driver, which the build of an image does not have.
+# Nothing is imported here, because vLLM and transformer-engine require the GPU's driver, which the build of an image does not have.
 program() {
-    pip install --no-deps --no-build-isolation -e "$root"
+    pip install --no-deps -e "$root"
     pip check
 }
 
 case "${1:-}" in
-"")
+"" | --compiled)
     packages
+    [ -z "${1:-}" ] || compiled
     program
     ;;
-system | packages | program) "$1" ;;
-*) fail "unknown part '$1'; usage: bash tools/install_cuda.sh [system|packages|program]" ;;
+system | packages | compiled | program) "$1" ;;
+*) fail "unknown part '$1'; usage: bash tools/install_cuda.sh [--compiled|system|packages|compiled|program]" ;;
 esac

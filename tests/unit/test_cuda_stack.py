@@ -23,7 +23,7 @@ from tests.spawn import ROOT
 
 PYTHON, UBUNTU = "3.12", "manylinux_2_39"
 """Versions of the image in Dockerfile and lockstep.def, Ubuntu 24.04."""
-EXTRAS = ("cuda-build", "cuda", "mpi", "slurm", "test", "report")
+EXTRAS = ("cuda-build", "cuda", "compiled", "mpi", "slurm", "test", "report")
 FROM_SOURCE = {
     "flash-attn": ("2.8.3", ["torch", "einops"]),
     "transformer-engine-torch": (

@@ -158,7 +158,7 @@ def test_both_images_are_the_same():
     assert found(r"^FROM (\S+)", docker) == found(r"^From: (\S+)", apptainer) != []
     parts = found(r"^(?:RUN| +) *bash tools/install_cuda.sh (\w+)$", docker)
     assert parts == found(r"^ +bash tools/install_cuda.sh (\w+)$", apptainer)
-    assert parts == ["system", "packages", "program"]
+    assert parts == ["system", "packages", "compiled", "program"]
     arguments = found(r'^ARG (\w+)="?([^"\n]+)', docker)
     assert arguments == found(r"^    (\w+)=(\S+)$", apptainer) != []
     variables = found(r"^ENV (.+)$", docker)
@@ -181,17 +181,31 @@ def test_install_cuda_compiles_against_the_installed_headers(tmp_path):
         program.chmod(0o755)
     settings = {"VIRTUAL_ENV": str(tmp_path), "CUDA_HOME": str(tmp_path / "cuda"), "CPATH": "/own"}
     settings |= {"CUDA_ARCHS": "9.0;10.0", "MAX_JOBS": "32"}
-    subprocess.run(["bash", ROOT / "tools/install_cuda.sh"], env=os.environ | settings, check=True)
+    subprocess.run(
+        ["bash", ROOT / "tools/install_cuda.sh", "--compiled"], env=os.environ | settings, check=True
+    )
     pip = "-m pip --disable-pip-version-check"
     include = (
         "/site/nvidia/cudnn/include:/site/nvidia/nccl/include:/own; 9.0;10.0; 90;100; 32; TRUETRUEpytorch"
     )
     assert log.read_text().splitlines() == [
+        f"{pip} install .[cuda,mpi,slurm,test,report]; /own; ; ; 32; ",
         f"{pip} install .[cuda-build]; /own; ; ; 32; ",
-        f"{pip} install --no-build-isolation .[cuda,mpi,slurm,test,report]; {include}",
-        f"{pip} install --no-deps --no-build-isolation -e {ROOT}; {include}",
+        f"{pip} install --no-build-isolation .[cuda,compiled]; {include}",
+        f"{pip} install --no-deps -e {ROOT}; {include}",
         f"{pip} check; {include}",
     ]
+    log.unlink()
+    nvcc.unlink()
+    subprocess.run(["bash", ROOT / "tools/install_cuda.sh"], env=os.environ | settings, check=True)
+    assert [line.partition(";")[0] for line in log.read_text().splitlines()] == [
+        f"{pip} install .[cuda,mpi,slurm,test,report]",
+        f"{pip} install --no-deps -e {ROOT}",
+        f"{pip} check",
+    ]
+    refused = ["bash", ROOT / "tools/install_cuda.sh", "--compiled"]
+    result = subprocess.run(refused, env=os.environ | settings, capture_output=True, text=True)
+    assert result.returncode == 1 and "has no bin/nvcc; install the CUDA toolkit" in result.stderr
 
 
 def test_install_cuda_refuses_an_unknown_part():
@@ -216,7 +230,7 @@ def test_recipes_state_no_other_version(requirements, name):
 
 def test_install_cuda_installs_known_extras(setup_arguments):
     installed = set(re.findall(r"pip install[^\n]*?\.\[([a-z,-]+)\]", RECIPES["tools/install_cuda.sh"]))
-    assert installed == {"cuda-build", "cuda,mpi,slurm,test,report"}
+    assert installed == {"cuda-build", "cuda,compiled", "cuda,mpi,slurm,test,report"}
     assert {extra for group in installed for extra in group.split(",")} <= set(
         setup_arguments["extras_require"]
     )
@@ -232,7 +246,7 @@ def test_dockerfile_and_transformer_engine_mean_the_same_cuda(requirements):
 
 def test_flash_attention_compiles_with_the_pinned_torch(requirements):
     pins = {(group, wanted.name): str(wanted.specifier) for group, wanted in requirements}
-    assert pins["cuda", "flash-attn"] == "==2.8.3"  # its setup.py fixes C++17
+    assert pins["compiled", "flash-attn"] == "==2.8.3"  # its setup.py fixes C++17
     assert Version(pins["cuda", "torch"].removeprefix("==")) < Version("2.14"), "whose headers require C++20"
 
 
