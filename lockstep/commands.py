@@ -25,7 +25,7 @@ COMMANDS = {
     "eval": Command(
         "Validate the checkpoints of a run, or a model", "train_rl", ("run.mode=evaluate",), acts=True
     ),
-    "compare": Command("Say which of two runs is better, and how sure that is", "tools.compare"),
+    "compare": Command("Say which of two runs is better, or where they part", "tools.compare"),
     "plan": Command("Find the five fastest configurations that fit on N GPUs", "tools.plan"),
     "submit": Command("Submit a run to Slurm, PBS, LSF or Flux", "launch.submit", acts=True),
     "sweep": Command("Submit many runs with different values", "launch.sweep", acts=True),

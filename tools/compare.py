@@ -1,4 +1,4 @@
-"""Is run B better than run A? Compare stored validations prompt by prompt.
+"""Is run B better than run A, and where do they part? Compare what two runs have stored.
 
     lockstep compare runs/a runs/b
     lockstep compare runs/a-1,runs/a-2,runs/a-3 runs/b-1,runs/b-2,runs/b-3 --margin 0.01
@@ -6,7 +6,9 @@
 
 A and B are a run directory each, or several seeds separated by commas. They may be runs, whose validations
 are stored unless logging.rollouts=none, or evaluations (run.mode=evaluate). The answers are about the last
-step that all have in common, and about the mean over all common steps (the learning curve).
+step that all have in common, and about the mean over all common steps (the learning curve). With --parting
+the command names the first step, stage and sample at which the training of two runs differs, and all keys of
+the configs and environments that differ. In deterministic runs this is the cause or its first effect.
 """
 
 import argparse
@@ -22,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.run_directory.rollout_files import VALIDATIONS, stored_steps  # noqa: E402
 from tools.comparison.paired import ALPHA, compare  # noqa: E402
+from tools.comparison.parting import parting  # noqa: E402
 from tools.comparison.values import PromptValues, prompt_values  # noqa: E402
 
 MARGIN = 0.02
@@ -36,7 +39,11 @@ def main(argv: list[str] | None = None) -> int:
     add("a", metavar="A", help="run directory, or those of several seeds separated by commas")
     add("b", metavar="B", help="the other run, or its seeds")
     add("--margin", type=float, default=MARGIN, help=f"smallest difference that matters ({MARGIN})")
+    add("--parting", action="store_true", help="say where the training of A and B parts instead")
     args = parser.parse_args(argv)
+    if args.parting:
+        print("\n".join(parting(Path(args.a), Path(args.b))))
+        return 0
     arms = [[Path(name) for name in text.split(",")] for text in (args.a, args.b)]
     print("\n".join(answers(arms, margin=args.margin)))
     return 0

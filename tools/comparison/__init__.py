@@ -1,1 +1,1 @@
-"""Comparison of two runs: which one is better."""
+"""Comparison of two runs: which one is better, and where they part."""

@@ -62,6 +62,68 @@ def test_the_answer_says_better_none_or_what_is_needed(tmp_path, capsys):
         main([str(tmp_path / "a"), str(tmp_path / "absent")])
 
 
+def store_step(run, change=lambda row: None, *, lr=1.0, norm=0.5):
+    (run / "rollouts").mkdir(parents=True)
+    for step in (1, 2):
+        rows = [
+            {"group": 0, "sample": sample, "prompt_ids": [1, 2], "response_ids": [3, 4, 5], "score": 1.0}
+            | {name: [-0.1, -2.0, -3.0] for name in ("rollout_logprobs", "old_logprobs", "advantages")}
+            for sample in range(2)
+        ]
+        if step == 2:
+            change(rows[1])
+        pq.write_table(pa.Table.from_pylist(rows), run / "rollouts" / f"step_{step:06d}.parquet")
+    metrics = [
+        {"training/global_step": step, "actor/grad_norm": norm if step == 2 else 1.0} for step in (1, 2)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    (run / "config.yaml").write_text(f"run: {{dir: {run}}}\ntraining: {{optimizer: {{lr: {lr}}}}}\n")
+    (run / "environment.json").write_text(json.dumps({"time": 1.0, "git_revision": f"of lr {lr}"}))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("prompt_ids", [1, 7], "prompts, group 0 sample 1 token 1: 2 and 7 (another value)"),
+        ("response_ids", [3, 4], "tokens, group 0 sample 1: 3 and 2 tokens"),
+        ("rollout_logprobs", [-0.1, -2.00001, -3.0], "engine log-probs, group 0 sample 1 token 1: "),
+        ("score", 0.0, "scores, group 0 sample 1: 1.0 and 0.0 (another value)"),
+        (
+            "old_logprobs",
+            [-0.1, -2.5, -3.0],
+            "old log-probs, group 0 sample 1 token 1: -2.0 and -2.5 (another",
+        ),
+        (
+            "advantages",
+            [1.0, -2.0, -3.0],
+            "advantages, group 0 sample 1 token 0: -0.1 and 1.0 (another value)",
+        ),
+    ],
+)
+def test_the_step_stage_and_token_where_two_runs_part(tmp_path, capsys, name, value, words):
+    a, b = (
+        store_step(tmp_path / "a"),
+        store_step(tmp_path / "b", lambda row: row.update({name: value}), lr=2.0),
+    )
+    main([str(a), str(b), "--parting"])
+    first, *settings = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"the runs part at step 2: {words}")
+    assert first.endswith("(rounding)") == (name == "rollout_logprobs")
+    assert settings == [
+        "config: training.optimizer.lr: 1.0 and 2.0",
+        "environment: git_revision: of lr 1.0 and of lr 2.0",
+    ]
+
+
+def test_equal_steps_do_not_part_and_a_gradient_may(tmp_path, capsys):
+    a, b, c = (store_step(tmp_path / name, norm=norm) for name, norm in (("a", 0.5), ("b", 0.5), ("c", 0.6)))
+    main([str(a), str(b), "--parting"])
+    assert capsys.readouterr().out == "the runs do not part in the 2 steps that both have stored\n"
+    main([str(a), str(c), "--parting"])
+    assert "part at step 2: gradient, norm: 0.5 and 0.6 (another value)" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_equal_runs_are_called_different_in_at_most_5_percent():
     rng = np.random.default_rng(1)
@@ -70,7 +132,7 @@ def test_equal_runs_are_called_different_in_at_most_5_percent():
     for _ in range(1000):
         prompts = rng.integers(0, 300, 300)
         swap = rng.random(300) < 0.5  # of two equal runs, either could have given an answer
-        pair = np.where(swap[prompts], stored[:, prompts], stored[::-1, prompts])
+        pair = np.where(swap, stored[:, prompts], stored[::-1, prompts])
         found += compare(pair[:1], pair[1:]).is_different
     assert found <= 50
 
