@@ -103,7 +103,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
     start_up.mark("rendezvous")
-    prepare_environment(ranks, in_order=not config.roles.is_on)
+    sizes = config.training
+    splits_layers = max(sizes.tp, sizes.cp, sizes.expert_tp) > 1
+    prepare_environment(ranks, in_order=splits_layers and not config.roles.is_on)
     keep_scan()
     from rl.runtime.session import leave_together, session
 
@@ -279,9 +281,10 @@ def prepare_environment(ranks: "Ranks", *, in_order: bool = True) -> None:
         "HF_HUB_OFFLINE": "1",  # a model is a directory; no rank waits for a hub
     }
     if in_order:
-        # Megatron launches a collective before the product that it overlaps, and the GPU must keep this
-        # order. CUDA reads the variable when it initialises. With roles the GPU keeps several queues: in a
-        # single queue, a message that waits for its receiver would block collectives that other ranks need.
+        # If ranks share layers, Megatron launches a collective before the product that it overlaps, and the
+        # GPU must keep this order. CUDA reads the variable when it initialises. With roles the GPU keeps
+        # several queues: in a single queue, a message that waits for its receiver would block collectives
+        # that other ranks need.
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if ranks.on_one_host:  # then nothing must listen on an interface that other nodes reach
         defaults |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")

@@ -35,7 +35,7 @@ READ_WITH = [
         "rollout.tp rollout.ep rollout.quantization rollout.stop rollout.stop_token_ids "
         "rollout.deterministic rollout.max_concurrent_samples rollout.gpu_memory_utilization "
         "rollout.cpu_kv_cache_mib rollout.enforce_eager rollout.async_scheduling rollout.draft.path "
-        "rollout.draft.method",
+        "rollout.draft.method rollout.flashinfer_all_reduce",
         VALIDATE,
     ),
     (

@@ -65,6 +65,9 @@ class Rollout:
     not wait for Python (vLLM's option of this name). A sample has the same tokens, up to rounding, but is
     seen to end one step later: with carry_over and roles another step may cut it or change its weights. On
     CPU it saves nothing; with dp_attention or a draft it is off."""
+    flashinfer_all_reduce: bool = False
+    """With tp > 1 on GPUs: sum the engine's outputs with FlashInfer's kernels (vLLM's default). Each job
+    compiles them, so PATH must have nvcc and ninja. Hangs and crashes are reported (vLLM #45604, #48071)."""
     draft: Draft = field(default_factory=Draft)
     """A small model that proposes tokens, which the engine verifies several at a time."""
     longest_first: bool = False

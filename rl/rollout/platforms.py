@@ -1,10 +1,14 @@
 """The platforms of a generation engine, each with its vLLM options and its way to release memory."""
 
+import os
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
+from rl.config.options import ConfigError
+from rl.config.rollout import Rollout
 from rl.rollout import cpu_support
 from rl.rollout.calls import EngineCall
 from rl.rollout.compilation import graph_sizes, replace_cache_files
@@ -52,6 +56,24 @@ class Platform(EnginePart):
         self.weights_written(engine.model)
 
 
+def _choose_all_reduce(config: Rollout) -> None:
+    """Set vLLM's variable for FlashInfer's all-reduce. Raises ConfigError if its compiler is missing."""
+    wanted = config.tp > 1 and config.flashinfer_all_reduce
+    missing = [tool for tool in ("nvcc", "ninja") if shutil.which(tool) is None] if wanted else []
+    if missing:
+        raise ConfigError(
+            f"rollout.flashinfer_all_reduce=true compiles a kernel in the job, but PATH has no "
+            f"{' and no '.join(missing)}; load the CUDA toolkit, or leave the key out."
+        )
+    os.environ["VLLM_ALLREDUCE_USE_FLASHINFER"] = str(int(wanted))
+
+
+def _compilation(config: Rollout, sizes: list[int]) -> dict:
+    """Return vLLM's compilation config. sizes: tokens per step of each CUDA graph."""
+    passes = {} if config.flashinfer_all_reduce else {"pass_config": {"fuse_allreduce_rms": False}}
+    return {"cudagraph_capture_sizes": sizes} | passes
+
+
 class Cuda(Platform):
     """vLLM on a GPU. Its sleep mode releases the memory of engines that are refitted."""
 
@@ -59,6 +81,7 @@ class Cuda(Platform):
         from vllm.engine.arg_utils import EngineArgs
 
         is_frozen, is_eager = engine.frozen, engine.config.enforce_eager
+        _choose_all_reduce(engine.config)
         options: dict = {}
         if "sleep_mode_offload_cudagraph" in EngineArgs.__dataclass_fields__:  # not in vLLM 0.25
             # CUDA graphs move to host memory during sleep, so that the trainer can use their memory.
@@ -67,7 +90,7 @@ class Cuda(Platform):
         return options | dict(
             enable_sleep_mode=not is_frozen,
             enforce_eager=is_eager,
-            compilation_config={"cudagraph_capture_sizes": graph_sizes(engine.config.max_concurrent_samples)},
+            compilation_config=_compilation(engine.config, graph_sizes(engine.config.max_concurrent_samples)),
             # FlashInfer's kernels reorder the experts' weights in place without a change of shape. A refit
             # would write them in the checkpoint's order, without any error. Triton's kernels use that order.
             moe_backend="auto" if is_frozen else "triton",
@@ -85,7 +108,7 @@ class Cuda(Platform):
         per_sample = 1 + speculation["num_speculative_tokens"]
         sizes = [per_sample * size for size in graph_sizes(engine.config.max_concurrent_samples)]  # in tokens
         return {
-            "compilation_config": {"cudagraph_capture_sizes": sizes},
+            "compilation_config": _compilation(engine.config, sizes),
             # At the temperatures of RL a sampled draft is accepted more often than the most probable one.
             "speculative_config": speculation | {"draft_sample_method": "probabilistic"},
         }

@@ -21,16 +21,22 @@ ROOT = "LOCKSTEP_CACHE"
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable with a predictable default, for example /tmp/torchinductor_alice."""
 CACHES = {
-    INDUCTOR: "",
-    "XDG_CACHE_HOME": "~/.cache",
-    "TRITON_CACHE_DIR": "~/.triton/cache",
-    "VLLM_CACHE_ROOT": "{XDG_CACHE_HOME}/vllm",
+    INDUCTOR: ("inductor", ""),
+    "XDG_CACHE_HOME": ("", "~/.cache"),
+    "TRITON_CACHE_DIR": ("triton", "~/.triton/cache"),
+    "VLLM_CACHE_ROOT": ("vllm", "{XDG_CACHE_HOME}/vllm"),
+    "FLASHINFER_WORKSPACE_BASE": ("flashinfer", "~"),
+    "TORCH_EXTENSIONS_DIR": ("extensions", "{XDG_CACHE_HOME}/torch_extensions"),
+    "CUDA_CACHE_PATH": ("cuda", "~/.nv/ComputeCache"),
+    "QUACK_CACHE_DIR": ("quack", "{XDG_CACHE_HOME}/quack"),
 }
-"""Environment variables that name caches, each with its default."""
+"""Environment variables that name caches, each with its folder in LOCKSTEP_CACHE and with its default.
+
+The folder is "" if the cache also has files that a job does not compile. DeepGEMM's is in vLLM's cache."""
 
 
 def use_private_caches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Make the directory of caches for this user alone.
+    """Make the directory of caches for this user alone, and with LOCKSTEP_CACHE put all caches there.
 
     A cache that others could write is not used; it is replaced by a new directory. Raises ValueError if
     others could replace a new directory, too.
@@ -42,10 +48,12 @@ def use_private_caches(environ: MutableMapping[str, str] = os.environ) -> None:
             "TMPDIR to a directory of yours, or `chmod +t` it."
         )
     root = environ.get(ROOT) or os.path.join(temporary, f"lockstep-cache-{os.geteuid()}")
-    environ.setdefault(INDUCTOR, f"{root}/inductor")
+    for name, (folder, default) in CACHES.items():
+        if folder and (environ.get(ROOT) or not default):
+            environ.setdefault(name, f"{root}/{folder}")
     fresh = ""
     known: dict[str, str] = {}
-    for name, default in CACHES.items():
+    for name, (_, default) in CACHES.items():
         place = known[name] = environ.get(name) or os.path.expanduser(default.format_map(known))
         is_below = place.startswith(f"{root}/")
         if reason := _why_unsafe(root) if is_below else why_untrusted(place):

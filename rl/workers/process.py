@@ -24,7 +24,8 @@ VARIABLES = re.compile(
     r"|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|(?i:https?_proxy|all_proxy|no_proxy)"
     r"|HF_(HOME|HUB_CACHE|HUB_OFFLINE|DATASETS_.*|ENDPOINT)|HUGGINGFACE_HUB_CACHE"
     r"|TRANSFORMERS_(OFFLINE|CACHE)|TORCH_HOME|NLTK_DATA"
-    r"|(TRITON|TORCHINDUCTOR|NUMBA)_CACHE_DIR|VLLM_CACHE_ROOT"
+    r"|(TRITON|TORCHINDUCTOR|NUMBA|QUACK)_CACHE_DIR|VLLM_CACHE_ROOT"
+    r"|FLASHINFER_WORKSPACE_BASE|TORCH_EXTENSIONS_DIR"
     r"|SLURM_(?!JWT).*|MODULE(PATH|SHOME)|LOADEDMODULES|LMOD_.*"  # SLURM_JWT is a key
 )
 """Names of the environment variables that every worker inherits: paths, locale, proxies, devices and the job,

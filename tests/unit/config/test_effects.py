@@ -33,6 +33,7 @@ SAMPLING = {
     "cpu_kv_cache_mib": 16,
     "enforce_eager": "true",
     "async_scheduling": "false",
+    "flashinfer_all_reduce": "true",
     "longest_first": "true",
     "draft.path": "draft",
     "draft.method": "mtp",

@@ -220,9 +220,8 @@ class TestMemory:
     def test_the_cache_takes_what_the_share_leaves(self):
         engine = found(GRPO, 8, "rollout.gpu_memory_utilization=0.5").memory.engine
         assert engine.cache == engine.budget - engine.weights - engine.workspace and engine.budget == 40 * GIB
-        assert (
-            engine.bytes_per_token == 28 * 2 * 2 * 128 * 2
-        )  # layers, keys and values, heads of a rank, channels, bytes
+        # Layers, keys and values, heads of a rank, channels, bytes.
+        assert engine.bytes_per_token == 28 * 2 * 4 * 128 * 2
         assert engine.cache_tokens == engine.cache // engine.bytes_per_token
 
     def test_latent_attention_caches_the_latent_on_every_rank(self):
@@ -272,7 +271,7 @@ class TestChanges:
         assert change.world_size == 8 and change.estimate.problems == [] and len(change.values) == 1
 
     def test_more_ranks_are_the_last_resort(self):
-        before = found(GRPO, 8, "training.recompute=full", gpu_memory_gib=20.0)
+        before = found(GRPO, 8, "training.recompute=full", "rollout.tp=2", gpu_memory_gib=20.0)
         change = cheapest_change(before)
         assert "training needs" in before.problems[0] and change.world_size == 16
 

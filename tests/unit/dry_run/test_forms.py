@@ -71,7 +71,8 @@ def test_carry_over_and_split_gain_about_what_verl_reports():
 def test_a_split_that_starves_one_side_is_not_recommended():
     """NeMo-RL 0.6, Qwen3-30B-A3B on 16 GPUs: 221 s synchronous, 301 s one step off on halves. So one side
     needs 301 / 2 of the 221 s on all ranks; here it is the trainer."""
-    before = found("qwen3-30b-a3b_math_grpo_4x8", 32, "data.prompts_per_step=256", prompt=300, response=1000)
+    layout = ("data.prompts_per_step=256", "training.tp=4", "rollout.tp=4")
+    before = found("qwen3-30b-a3b_math_grpo_4x8", 32, *layout, prompt=300, response=1000)
     shown = forms(before, sigma=0.2, generation_s=221 - 301 / 2, rest_s=301 / 2)
     assert shown[0] == StepForm({}, pytest.approx(221))
     halves = [form for form in shown if form.overrides.get("roles.train") == "0-15"]

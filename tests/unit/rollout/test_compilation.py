@@ -5,9 +5,12 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import vllm.envs
 from vllm.compilation.backends import CompilerManager
 from vllm.config import CompilationConfig, VllmConfig
 
+from rl.config.options import ConfigError
+from rl.config.rollout import Rollout
 from rl.rollout.compilation import graph_sizes, replace_cache_files
 from rl.rollout.platforms import Cuda
 
@@ -36,11 +39,29 @@ def test_vllm_takes_the_sizes_above_its_own_limit():
 
 
 def test_vllm_has_a_graph_for_every_number_of_samples_with_drafts():
-    engine = SimpleNamespace(config=SimpleNamespace(max_concurrent_samples=100))
+    engine = SimpleNamespace(config=Rollout(max_concurrent_samples=100))
     options = Cuda().draft_options(engine, {"num_speculative_tokens": 3})
     compilation = CompilationConfig(**options["compilation_config"], max_cudagraph_capture_size=400)
     compilation.adjust_cudagraph_sizes_for_spec_decode(4)
     assert compilation.cudagraph_capture_sizes == [4 * samples for samples in graph_sizes(100)]
+
+
+@pytest.mark.parametrize("tp, on", [(1, False), (2, False), (2, True)])
+def test_flashinfer_sums_only_if_the_key_is_on(tp, on, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda tool: f"/bin/{tool}" if on else None)
+    monkeypatch.setenv("VLLM_ALLREDUCE_USE_FLASHINFER", "1")
+    engine = SimpleNamespace(config=Rollout(tp=tp, flashinfer_all_reduce=on), frozen=False)
+    for options in (Cuda().options(engine), Cuda().draft_options(engine, {"num_speculative_tokens": 1})):
+        passes = CompilationConfig(**options["compilation_config"]).pass_config
+        assert passes.fuse_allreduce_rms is (None if on else False)  # None: vLLM decides
+    assert vllm.envs.VLLM_ALLREDUCE_USE_FLASHINFER is on
+
+
+def test_flashinfer_without_its_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr("shutil.which", {"ninja": "/bin/ninja"}.get)
+    engine = SimpleNamespace(config=Rollout(tp=2, flashinfer_all_reduce=True), frozen=False)
+    with pytest.raises(ConfigError, match="flashinfer_all_reduce=true.*PATH has no nvcc;"):
+        Cuda().options(engine)
 
 
 def test_a_cache_is_replaced_and_not_written_in_place(tmp_path):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,31 @@ def test_a_directory_of_this_user_is_used_and_closed(mode, tmp_path):
         root.mkdir()
         root.chmod(mode)
     assert {cache.parent for cache in caches_below(root)} == {root} and mode_of(root) == 0o700
+
+
+ELSEWHERE = {
+    "DEFAULT_CACHE_DIR": "a constant, no variable",
+    "DG_JIT_CACHE_DIR": "vLLM sets it below VLLM_CACHE_ROOT",
+    "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR": "its default is below VLLM_CACHE_ROOT",
+    "VLLM_XLA_CACHE_PATH": "for TPUs; below VLLM_CACHE_ROOT",
+    "FLYDSL_RUNTIME_CACHE_DIR": "for AMD's GPUs",
+    "OUTLINES_CACHE_DIR": "only grammars with VLLM_V1_USE_OUTLINES_CACHE",
+    "VLLM_LORA_RESOLVER_CACHE_DIR": "adapters, nothing compiled",
+}
+"""Names of caches in the source of libraries that need no entry in CACHES, each with the reason."""
+
+
+def test_every_cache_of_the_libraries_is_below_the_root(tmp_path):
+    folders = [Path(find_spec(name).origin).parent for name in ("torch", "vllm", "megatron.core")]
+    name = "[A-Z_]+_(CACHE_(DIR|PATH|ROOT)|WORKSPACE_BASE|EXTENSIONS_DIR)"
+    search = ["grep", "-rhowE", name, "--include=*.py", *folders]
+    found = set(subprocess.run(search, capture_output=True, text=True, check=True).stdout.split())
+    assert {"TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR"} <= found <= CACHES.keys() | ELSEWHERE.keys()
+    environ = {"LOCKSTEP_CACHE": str(tmp_path / "cache")}
+    use_private_caches(environ)
+    compiled = [environ[name] for name, (folder, _) in CACHES.items() if folder]
+    assert len({*compiled}) == len(CACHES) - 1  # XDG_CACHE_HOME also has files of other programs
+    assert all(place.startswith(environ["LOCKSTEP_CACHE"] + "/") for place in compiled)
 
 
 def made_by_another(root):
