@@ -44,8 +44,8 @@ def cheapest_change(before: Estimate) -> Change | None:
     for factor, number in TRIALS:
         combinations = (dict(some) for some in itertools.combinations(steps, number))
         trials = [fitting(before, values, factor * world) for values in combinations if len(values) == number]
-        if fitting := [change for change in trials if change is not None]:
-            return min(fitting, key=lambda change: change.estimate.step_seconds)
+        if found := [change for change in trials if change is not None]:
+            return min(found, key=lambda change: change.estimate.step_seconds)
     return None
 
 
