@@ -50,5 +50,5 @@ def test_a_run_continues_with_the_other_backend(config, tmp_path):
     expected = train(2, config, "training.backend=megatron", *STEPS, run=straight)
     cut_back(straight, changed)
     found = train(1, config, "training.backend=transformers", *STEPS, run=changed)
-    for key in ("actor/loss", "actor/grad_norm"):
-        assert found[-1][key] == pytest.approx(expected[-1][key], rel=1e-3, abs=1e-5)
+    for key in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm"):
+        assert found[-1][key] == pytest.approx(expected[-1][key], rel=1e-5)

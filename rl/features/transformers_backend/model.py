@@ -94,6 +94,7 @@ def _pad_vocabulary(model: Any, rows: int) -> None:
         layer.weight = torch.nn.Parameter(padded)
     if is_tied:
         head.weight = embedding.weight
+    embedding.padding_idx = None  # its row would not learn, but a policy may sample this token
 
 
 def capped_logprobs(
