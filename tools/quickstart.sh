@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Train a language model by reinforcement learning on two CPU cores. It installs the CPU stack first.
+# Train a language model by reinforcement learning: on two CPU cores, or on all GPUs of this machine with one rank each. It
+# installs the packages first, and needs no model hub.
 #
 #   bash tools/quickstart.sh                        a tiny model with random weights learns two-digit addition: it is
 #                                                   warmed up by supervised fine-tuning, and trained with GRPO
@@ -27,11 +28,15 @@ done
 
 export OMP_NUM_THREADS=1 # one thread per rank; torchrun would set it too, with a long warning
 say() { printf '\n== %s\n' "$*"; }
-launch() { torchrun --standalone --nproc-per-node 2 train_rl.py --config "$@"; }
+gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true)"
+ranks=$((gpus > 0 ? gpus : 2))
+launch() { torchrun --standalone --nproc-per-node "$ranks" train_rl.py --config "$@"; }
 end() { say "done in $((SECONDS / 60)) min $((SECONDS % 60)) s"; }
 install() {
-    say "1/4 the CPU stack"
-    bash tools/install_cpu.sh
+    local stack=cpu
+    [ "$gpus" = 0 ] || stack=cuda
+    say "1/4 the packages for $([ "$gpus" = 0 ] && echo "two CPU cores" || echo "$gpus GPUs"), and the program"
+    bash "tools/install_$stack.sh"
     # shellcheck source=/dev/null
     [ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
 }
@@ -46,7 +51,7 @@ if [ -n "$model" ]; then
     [ -d data/arithmetic ] || python tools/make_tasks.py arithmetic --num-test 150 --out data/arithmetic
     say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
     dtype=float32 # faster on a processor without instructions for bfloat16
-    grep -qE 'avx512_bf16|amx_bf16|[[:space:]]bf16' /proc/cpuinfo && dtype=bfloat16
+    if [ "$gpus" != 0 ] || grep -qE 'avx512_bf16|amx_bf16|[[:space:]]bf16' /proc/cpuinfo; then dtype=bfloat16; fi
     launch "configs/${model}_arithmetic_grpo_2cpu.yaml" "model.dtype=$dtype"
     end
     say "answers of the first step, and of the last ones"
