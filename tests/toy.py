@@ -40,7 +40,7 @@ UNSCORED = ("reward.function=rl.rewards.exact:score", "reward.workers=0")
 FROM_DATA = (
     "rollout.samples_per_prompt=8",
     "rollout.deterministic=false",
-    "rollout.cpu_kv_cache_mib=64",
+    "rollout.cpu_kv_cache_mib=512",
     *UNSCORED,
 )
 """Overrides that also set the keys of `rollout` to their defaults, for a run that generates nothing."""
