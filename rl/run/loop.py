@@ -106,8 +106,8 @@ def take_steps(
         log = RunLog(
             config, inputs, phases.step, status, last_step=last_step, metrics=metrics, resumes=resumes
         )
-        if phases.step.device.is_cuda:
-            phases.step.progress.line(f"training with {phases.engines.policy.layers}")
+        if layers := phases.engines.policy.layers:
+            phases.step.progress.line(f"training with {layers}")
         kind: type[TrainingLoop] = wing.door(config, "training") or TrainingLoop
         training = kind(config, algorithm, inputs, phases, checkpoints, log, stop)
         asked = training.run(last_step, metrics)

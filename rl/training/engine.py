@@ -145,7 +145,7 @@ class TrainingEngine:
 
     @property
     def layers(self) -> str:
-        """The kind of the model's layers in words, for the log."""
+        """The kind of the model's layers on CUDA in words, for the log; "" on CPUs."""
         return name_of_layers(self.chunks[0].config)
 
     @property

@@ -41,13 +41,17 @@ def use_te(dtype: torch.dtype) -> bool:
 
 
 def name_of_layers(config: TransformerConfig) -> str:
-    """Return the kind of layers that a model on CUDA has, and the reason if they are not the fast ones."""
+    """Return the kind of layers that a model on CUDA has, and the reason if they are not the fast ones.
+
+    Returns "" on CPUs, which have one kind.
+    """
+    if not torch.cuda.is_available():
+        return ""
     if config.transformer_impl == "transformer_engine":
         return "Transformer Engine's layers"
-    reason = "" if use_te(config.params_dtype) else "; transformer-engine is not installed"
-    if config.params_dtype is torch.float32:
-        reason = "; transformer-engine is for model.dtype=bfloat16"
-    return f"Megatron's local layers and torch's attention{reason} (docs/gpu.md)"
+    is_float32 = config.params_dtype is torch.float32
+    reason = "is for model.dtype=bfloat16" if is_float32 else "is not installed or not used by an option"
+    return f"Megatron's local layers and torch's attention; transformer-engine {reason} (docs/gpu.md)"
 
 
 def block_spec(config: TransformerConfig, *, fuses_norms: bool = True, vp_stage: int | None = None) -> Any:
