@@ -14,7 +14,7 @@ from setuptools.command.build_py import build_py
 here = Path(__file__).parent
 
 HOME = ("rl", "launch", "tools", "slurm", "configs", "train_rl.py", "setup.py", "README.md")
-"""What a wheel has in lockstep/home, in the folders of a checkout: only `lockstep` is a top-level name."""
+"""Files and folders that a wheel has in lockstep/home. Only `lockstep` is a top-level name."""
 
 
 class Build(build_py):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Command:
     help: str
-    """What it does, in one line that begins with a verb."""
+    """One line that begins with a verb, for the usage."""
     module: str
     """Module with `main(argv) -> int | None`."""
     after: tuple[str, ...] = ()

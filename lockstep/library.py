@@ -16,7 +16,7 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run has written into its directory."""
+    """The files of a run's directory, read into memory."""
 
     directory: Path
     state: str

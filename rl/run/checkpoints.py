@@ -10,7 +10,7 @@ from rl.checkpoint.start import Start, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.checks.exports import wrong_export
 from rl.config.options import ConfigError
-from rl.config.schema import Config
+from rl.config.schema import Config, learns
 from rl.phases.phases import Phases
 from rl.rollout.sampling import seed_of
 from rl.run.changes import check_changes, contents
@@ -38,11 +38,9 @@ def find_checkpoint(config: Config, store: CheckpointStore) -> tuple[Saved | Non
         )
     if newest is not None:
         check_changes(config, written, str(newest.path))
-    if (
-        config.run.mode == "evaluate"
-        or resume in ("auto", "never")
-        or not (newest is None or config.checkpoint.weights_only)
-    ):
+    if not learns(config) or resume in ("auto", "never"):
+        return newest, None
+    if newest is not None and not config.checkpoint.weights_only:
         return newest, None
     # The run that `resume` names may have saved again since this run began.
     named = store.named(before if Path(before).is_relative_to(resume) else resume)

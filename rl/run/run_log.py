@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from rl.checkpoint.directory import Saved
-from rl.config.schema import Config, generates_batches, generates_held_out
+from rl.config.schema import Config, generates_batches, generates_held_out, learns
 from rl.data.batch import Batch
 from rl.data.prompts import num_shared
 from rl.data.rendering import warn_of_unlike_prompts
@@ -115,12 +115,12 @@ def complete_metrics(config: Config, saved: Saved, fence: Callable[[], None]) ->
 def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> MetricLog:
     """Remove the files of later steps, open the metric log, and record the config and the environment."""
     fence()
-    shown = [] if config.run.mode in ("check", "evaluate") else followers(config, fence)
+    is_shown = learns(config) and config.run.mode != "check"
+    shown = followers(config, fence) if is_shown else []
     log = MetricLog(config.run.dir, resume_step=last_step or None, followers=shown)
     if (path := Path(config.run.dir, consumed.FILE_NAME)).exists():
         keep_lines_up_to(path, last_step or None)
-    is_evaluation = config.run.mode == "evaluate"
-    for directory in () if is_evaluation else rollout_files.DIRECTORIES:
+    for directory in rollout_files.DIRECTORIES if learns(config) else ():
         rollout_files.remove_after(config.run.dir, last_step or -1, directory)
     event_files.remove_after(config.run.dir, last_step)
     record_run(config, last_step, world_size=job().world_size, start_up_s=start_up.parts)

@@ -145,8 +145,9 @@ class TrainingEngine:
 
     @property
     def layers(self) -> str:
-        """The kind of the model's layers on CUDA in words, for the log; "" on CPUs."""
-        return name_of_layers(self.chunks[0].config)
+        """The kind of Megatron's layers on CUDA in words, for the log; "" on CPUs and for other layers."""
+        chunk = self.chunks[0]
+        return name_of_layers(chunk.config) if isinstance(chunk, Packed) else ""
 
     @property
     def learned(self) -> list[Parameter]:

@@ -25,7 +25,7 @@ class CheckpointMetrics:
     step: int
     """Step of the checkpoint; 0 for the model."""
     crc32: int
-    """Of the checkpoint's manifest. It differs if a run has written the step again."""
+    """Checksum of the checkpoint's manifest, which differs if a run has written the step again."""
     passes: dict[str, dict[str, float]] = field(default_factory=dict)
     """Pass (`rl.run.validation.passes`) -> metrics."""
 
