@@ -291,5 +291,5 @@ def test_missing_package_is_refused_with_its_extra(tmp_path):
     )
     plan = make_agent_plan(f"{module}:Mine", {}, [], {})
     with EnvironmentPool(plan, workers=1, timeout_s=60, memory_mib=0) as pool:
-        with pytest.raises(ValueError, match=r"agents.environment=.*absent_package.*lockstep\[gem\]"):
+        with pytest.raises(ValueError, match=r"agents.environment=.*absent_package.*lockstep-rl\[gem\]"):
             pool.check()
