@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 """Options that make the program print and exit."""
+NEEDED = {"yaml", "numpy", "torch", "transformers", "safetensors", "pyarrow", "rich"}
+"""Packages without which this is not the environment of Lockstep."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -315,6 +317,17 @@ def refuse(error: Exception, ranks: "Ranks | None") -> int:
     return 2
 
 
+def advice_on(error: ModuleNotFoundError) -> str:
+    """Return what to do if the environment of Lockstep is not active; "" if another package is missing."""
+    package = (error.name or "").partition(".")[0]
+    if package not in NEEDED:
+        return ""
+    return (
+        f"{sys.executable} has no package {package}; activate the environment of Lockstep (source "
+        f".venv/bin/activate), or make it with bash {Path(__file__).resolve().parent}/tools/install_cpu.sh."
+    )
+
+
 def leave(code: int, *, together: bool = True) -> NoReturn:
     """Run the exit handlers and end the process without the interpreter's teardown.
 
@@ -337,7 +350,10 @@ if __name__ == "__main__":
         from rl.stopping.signals import end_on_closed_pipe
 
         end_on_closed_pipe()
-    from lockstep.__main__ import call
-    from lockstep.commands import COMMANDS
-
-    leave(call(COMMANDS["train"], sys.argv[1:]))
+    try:
+        leave(main())
+    except ModuleNotFoundError as error:
+        if not (advice := advice_on(error)):
+            raise
+        print(f"error: {advice}", file=sys.stderr)
+        leave(2)

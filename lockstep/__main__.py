@@ -21,14 +21,11 @@ import signal
 import sys
 from typing import NoReturn
 
-from lockstep import HOME
 from lockstep.commands import COMMANDS, Command
-from train_rl import leave
+from train_rl import advice_on, leave
 
 PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 """Options with which a command only prints."""
-NEEDED = {"yaml", "numpy", "torch", "transformers", "safetensors", "pyarrow", "rich"}
-"""Packages without which this is not the environment of Lockstep."""
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
@@ -58,10 +55,9 @@ def call(command: Command, argv: list[str]) -> int:
         sys.stdout.flush()
         return code or 0
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in NEEDED:
+        if not (advice := advice_on(error)):
             raise
-        return refuse(missing(package))
+        return refuse(advice)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit fails again
         return refuse("the output was closed; `lockstep status` shows what was submitted.")
@@ -73,14 +69,6 @@ def call(command: Command, argv: list[str]) -> int:
         if isinstance(error.code, str):
             return refuse(error.code)
         return error.code or 0
-
-
-def missing(package: str) -> str:
-    """Return what to do when a Python package is missing."""
-    return (
-        f"{sys.executable} has no package {package}; activate the environment of Lockstep "
-        f"(source .venv/bin/activate), or make it with bash {HOME}/tools/install_cpu.sh."
-    )
 
 
 def refuse(error: object) -> int:

@@ -32,6 +32,7 @@ SETTINGS = {
     "sweep": ["sweep.adapters=[{run.seed: 1}]"],
     "teachers": ["algorithm=distill", "teacher.path=teacher"],
     "trace": ["trace.steps=[1]"],
+    "transformers_backend": ["training.backend=transformers"],
     "vision": ["data.image_key=images"],
 }
 """Folder -> settings that need it; the last one is named by the refusal."""
