@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl.config.features import CLASS, is_on
 from rl.config.schema import (
     Config,
     Optimizer,
@@ -13,6 +14,7 @@ from rl.config.schema import (
     needs_reward,
     uses_teacher,
 )
+from rl.models import by_class, rope
 
 
 @dataclass(frozen=True)
@@ -92,3 +94,13 @@ def run_models(config: Config) -> dict[str, RunModel]:
             options = dict(temperature=config.rollout.temperature, reads_tokens=True)
             add(f"teacher {number}", key, path, **options)
     return models
+
+
+def hf_config_of(config: Config, model: RunModel, written: dict) -> dict:
+    """Return the config.json `written` as the program reads it for a model of the run.
+
+    The rotation of models in model.path is scaled. A model that trains as its class in transformers is
+    described by it.
+    """
+    hf = written if model.own_path else rope.scaled(written, config.model.rope_scaling)
+    return by_class.described(hf) if model.on_training_grid and is_on(config, CLASS) else hf

@@ -7,24 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rl.config.adapter_checks import adapters_of
-from rl.config.features import CLASS, is_on
 from rl.config.layout_checks import check_architecture, check_has_experts, check_judge, check_layout
 from rl.config.options import ConfigError
-from rl.config.run_models import RunModel, run_models
+from rl.config.run_models import RunModel, hf_config_of, run_models
 from rl.config.schema import Config, has_prediction_head, needs_engine, validates
 from rl.dry_run.parameters import CountedWeight, count_parameters, group_parts
-from rl.models import (
-    SUPPORTED,
-    architecture,
-    by_class,
-    merged,
-    mtp,
-    read_hf_config,
-    rope,
-    sizes,
-    value_model,
-    value_weights,
-)
+from rl.models import SUPPORTED, architecture, merged, mtp, read_hf_config, sizes, value_model, value_weights
 from rl.models.json_files import read_object
 from rl.models.layout import Weight
 
@@ -186,9 +174,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, ModelShape]
         use_shape = model.path == config.model.path and model.on_training_grid
         key = model.key if model.own_path else "model.path"
         hf = _read(model.path, key, shape if use_shape else "", notes)
-        hf = hf if model.own_path else rope.scaled(hf, config.model.rope_scaling)
-        if is_on(config, CLASS):
-            hf = by_class.described(hf)
+        hf = hf_config_of(config, model, hf)
         values = bool(model.head)
         body = value_model(hf) if values else hf
         check_architecture(body, model.path, SUPPORTED)

@@ -8,12 +8,11 @@ import numpy as np
 from transformers.models.auto import modeling_auto
 
 from rl.config.adapter_checks import adapters_of
-from rl.config.features import CLASS, is_on
 from rl.config.functions import load_function
 from rl.config.layout_checks import check_has_experts, check_judge, check_layout, check_positions
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
-from rl.config.run_models import RunModel, run_models
+from rl.config.run_models import RunModel, hf_config_of, run_models
 from rl.config.schema import (
     Config,
     algorithm_of,
@@ -33,7 +32,7 @@ from rl.data.reading import check_data_files
 from rl.data.rendering import check_rendering
 from rl.data.special_tokens import allow_in_content
 from rl.data.token_ids import check_model_ids, check_rows, check_stops, check_tokenizer
-from rl.models import SUPPORTED, architecture, by_class, read_hf_config, rope, value_model, value_weights
+from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
 from rl.models import mtp as prediction
 from rl.models.files import check_quantisation, refuse_extra, tensor_files
 from rl.models.json_files import check_files
@@ -139,11 +138,8 @@ class Inputs:
     def _read(self, model: RunModel, world_size: int) -> ModelFiles:
         """Return a model's files after checking architecture, layout, tensors and the policy's adapters."""
         path, own_path, key = model.path, model.own_path, model.key
-        scaling = {} if own_path else self.config.model.rope_scaling
-        hf = rope.scaled(read_hf_config(path, key=key if own_path else "model.path"), scaling)
+        hf = hf_config_of(self.config, model, read_hf_config(path, key=key if own_path else "model.path"))
         check_files(path)
-        if is_on(self.config, CLASS):
-            hf = by_class.described(hf)
         body = value_model(hf) if model.head else hf
         try:
             check_layout(self.config, world_size, body, SUPPORTED, path=path if own_path else None)
