@@ -453,16 +453,20 @@ def load_config(path: Files, overrides: Sequence[str] = ()) -> Config:
 
 def changed(config: Config) -> dict[str, Any]:
     """Return the keys of a resolved config that differ from the algorithm's defaults, by section."""
-    defaults = flatten(load_config(None, [f"algorithm={config.algorithm}"]))
     tree: dict[str, Any] = {"algorithm": config.algorithm}
-    for key, value in flatten(config).items():
-        if value != defaults[key]:
-            *sections, name = key.split(".")
-            section = tree
-            for each in sections:
-                section = section.setdefault(each, {})
-            section[name] = value
+    for key, value in changed_keys(config).items():
+        *sections, name = key.split(".")
+        section = tree
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[name] = value
     return tree
+
+
+def changed_keys(config: Config) -> dict[str, Any]:
+    """Return key -> value of the keys that differ from the algorithm's defaults."""
+    defaults = flatten(load_config(None, [f"algorithm={config.algorithm}"]))
+    return {key: value for key, value in flatten(config).items() if value != defaults[key]}
 
 
 def derived_keys(path: Files, overrides: Sequence[str] = ()) -> list[str]:

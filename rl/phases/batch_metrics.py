@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from rl.data.batch import Batch
-from rl.objectives.segments import segment_sum
+from rl.objectives.groups import by_group, centered
+from rl.objectives.segments import segment_mean, segment_sum
+
+DEPTHS = {"1k": 1 << 10, "4k": 1 << 12, "16k": 1 << 14, "64k": 1 << 16, "256k": 1 << 18, "1m": 1 << 20}
+"""Name and end of each range of contexts, in tokens. A range begins at the end of the previous one."""
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
@@ -133,7 +137,20 @@ def score_metrics(batch: Batch) -> dict[str, float]:
         "critic/score", batch.scores
     )
     details = ((name, column) for name, column in batch.score_details.items() if name != "failed")
-    return metrics | {f"reward/{name}/mean": float(column.nanmean()) for name, column in details}
+    metrics |= {f"reward/{name}/mean": float(column.nanmean()) for name, column in details}
+    return metrics | equal_groups(batch.scores if batch.rewards is None else batch.rewards, batch.groups)
+
+
+def equal_groups(rewards: Tensor, groups: Tensor) -> dict[str, float]:
+    """Return the share of groups whose samples all have the same reward; nothing for groups of one sample.
+
+    rewards: [N]. groups: int64 [N]. TRL's name for the metric is frac_reward_zero_std.
+    """
+    _, ascending, sizes = by_group(rewards, groups)
+    if not (sizes > 1).any():
+        return {}
+    spreads = segment_mean(centered(ascending, sizes).abs(), sizes)[sizes > 1]
+    return {"reward/frac_reward_zero_std": float((spreads == 0).double().mean())}
 
 
 def agent_metrics(counts: Counter[str], *, capacity: int) -> dict[str, float]:
@@ -189,4 +206,27 @@ def engine_gap(batch: Batch, logprobs: Tensor) -> dict[str, float]:
     if ours.var(correction=0) > 0 and engines.var(correction=0) > 0:
         correlation = float(torch.corrcoef(torch.stack([ours, engines]))[0, 1])
         metrics["training/rollout_actor_probs_pearson_corr"] = correlation
-    return metrics
+    return metrics | gap_by_depth(batch, logprobs)
+
+
+def gap_by_depth(batch: Batch, logprobs: Tensor) -> dict[str, float]:
+    """Return the mean |log p_trainer - log p_engine| of the tokens in each range of DEPTHS.
+
+    The context of a token is all tokens before it. Some faults, such as wrong rotary settings, appear only
+    in long contexts, where the mean over all tokens hides them. A batch without a context of the second range
+    has no such metrics.
+
+    logprobs: the trainer's, float32 [T].
+    """
+    assert batch.rollout_logprobs is not None
+    before = batch.prompt_lengths - batch.offsets[:-1]
+    contexts = torch.arange(len(batch.mask)) + before.repeat_interleave(batch.lengths)
+    counted = batch.mask > 0
+    gaps = (logprobs - batch.rollout_logprobs).abs().double()[counted]
+    places = torch.bucketize(contexts[counted], torch.tensor([*DEPTHS.values()]), right=True)
+    metrics = {
+        f"training/logprob_gap/{name}": float(gaps[places == place].mean())
+        for place, name in enumerate(DEPTHS)
+        if (places == place).any()
+    }
+    return metrics if (places > 0).any() else {}

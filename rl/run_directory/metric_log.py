@@ -212,6 +212,7 @@ def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
     fields = [f"step {step:{len(str(max_steps))}d}/{max_steps} |"]
     for label, names, form in (
         ("reward", ("critic/score/mean",), "{:6.3f}"),
+        ("equal", ("reward/frac_reward_zero_std",), "{:4.0%}"),
         ("len", ("response_length/mean",), "{:5.0f}"),
         ("tok/s", ("perf/throughput",), "{:5.0f}"),
         ("grad", ("actor/grad_norm",), "{:7.2g}"),

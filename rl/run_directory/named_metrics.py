@@ -23,12 +23,19 @@ def metrics() -> dict[str, dict[str, dict[str, str]]]:
 @cache
 def alternatives() -> list[str]:
     """Return all names, one for each alternative of `{a,b}`; `<x>` stays."""
-    names = []
-    for name in (name for section in metrics().values() for name in section):
-        parts = re.split(r"\{([^}]*)\}", name)
-        choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
-        names += ["".join(chosen) for chosen in product(*choices)]
-    return names
+    return [each for section in metrics().values() for name in section for each in _expanded(name)]
+
+
+def _expanded(name: str) -> list[str]:
+    parts = re.split(r"\{([^}]*)\}", name)
+    choices = [part.split(",") if place % 2 else [part] for place, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+def first_curves() -> dict[str, dict[str, str]]:
+    """Return name -> entry of the metrics that a report shows first: the metrics with a plain name."""
+    entries = (entry for section in metrics().values() for entry in section.items())
+    return {_expanded(name)[0]: entry for name, entry in entries if "plain" in entry}
 
 
 @cache

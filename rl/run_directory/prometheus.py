@@ -92,6 +92,9 @@ class Prometheus:
                 file.write(self.text)
             partial.replace(self._file)
 
+    def show(self, step: int, rows: object) -> None:
+        """Do nothing: Prometheus has only numbers."""
+
     def close(self) -> None:
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl.config.options import flatten
-from rl.config.schema import Config
+from rl.config.schema import Config, changed_keys
 from rl.run_directory.metric_log import STEP
+from rl.run_directory.rollout_files import read, stored_steps
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,14 @@ BEHIND = 8
 doubling."""
 MAX_PARAMS = 100
 """Maximum number of parameters in one call of MLflow."""
+SAMPLES_EVERY = 10
+"""Number of steps between two tables of samples."""
+SHOWN_SAMPLES = 16
+"""Maximum number of samples in a table."""
+SAMPLE_COLUMNS = "step", "score", "prompt", "response", "ground_truth"
+"""Columns of a table of samples."""
+Rows = list[list[Any]]
+"""Rows of a table of samples, with a value for each of SAMPLE_COLUMNS."""
 
 
 class Tracker(Protocol):
@@ -49,6 +58,9 @@ class Tracker(Protocol):
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the finite metrics of a step."""
+
+    def show(self, step: int, rows: Rows) -> None:
+        """Send a table of samples, before the metrics of the step in which it appears."""
 
     def close(self) -> None:
         """Send the rest."""
@@ -121,12 +133,23 @@ class TrackerThread:
                 step = record.pop(STEP)
                 if step > state["step"]:
                     self._fence()
+                    if step - state.get("samples", -SAMPLES_EVERY) >= SAMPLES_EVERY:
+                        self._show_samples(step)
                     tracker.write(step, {name: value for name, value in record.items() if value is not None})
                     state["step"] = step
                     self._save_state()
             tracker.close()
         except Exception as error:
             self._warn(error)
+
+    def _show_samples(self, step: int) -> None:
+        """Send samples of the newest step that is stored (`logging.rollouts`), unless they were sent."""
+        files = {number: path for number, path in stored_steps(self._path.parent).items() if number <= step}
+        newest = max(files, default=-1)
+        if newest > self._state.get("samples", -1):
+            rows = read(files[newest], list(SAMPLE_COLUMNS)).slice(0, SHOWN_SAMPLES).to_pylist()
+            self._tracker.show(step, [list(row.values()) for row in rows])
+            self._state["samples"] = newest
 
     def _records(self) -> Iterator[dict[str, Any]]:
         """Yield the records of the file, and wait for further ones until `close`."""
@@ -162,17 +185,29 @@ class TrackerThread:
 class TensorBoard:
     name, package, cuts = "tensorboard", "torch.utils.tensorboard", True
 
+    def __init__(self, config: Config):
+        self._config = config
+
     def open(self, directory: Path, state: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
 
         # TensorBoard hides the points of that step and later ones in event files of earlier starts.
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=state["step"] + 1)
+        values = {name: str(value) for name, value in changed_keys(self._config).items()}
+        for summary in hparams(values, {"critic/score/mean": 0}):  # SummaryWriter.add_hparams adds a run
+            self._writer.file_writer.add_summary(summary)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             if name != "time":
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def show(self, step: int, rows: Rows) -> None:
+        facts = [dict(zip(SAMPLE_COLUMNS, row)) for row in rows]
+        texts = ["\n".join(f"    {name}: {value!r}" for name, value in row.items()) for row in facts]
+        self._writer.add_text("samples", "\n\n---\n\n".join(texts), step)
 
     def close(self) -> None:
         self._writer.close()
@@ -202,6 +237,11 @@ class Wandb:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step, commit=True)
+
+    def show(self, step: int, rows: Rows) -> None:
+        import wandb
+
+        self._run.log({"samples": wandb.Table(list(SAMPLE_COLUMNS), rows)}, step=step, commit=False)
 
     def close(self) -> None:
         self._run.finish()
@@ -244,6 +284,10 @@ class Mlflow:
         metrics += [Metric(mlflow_name(name), value, time_ms, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
+    def show(self, step: int, rows: Rows) -> None:
+        table = {name: list(column) for name, column in zip(SAMPLE_COLUMNS, zip(*rows))}
+        self._client.log_table(self._id, table, "samples.json")  # appends the rows
+
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
@@ -277,6 +321,11 @@ class Trackio:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({name: value for name, value in values.items() if name != "time"}, step=step)
 
+    def show(self, step: int, rows: Rows) -> None:
+        import trackio
+
+        self._run.log({"samples": trackio.Table(list(SAMPLE_COLUMNS), rows)}, step=step)
+
     def close(self) -> None:
         self._run.finish()
 
@@ -286,7 +335,7 @@ def followers(config: Config, fence: Callable[[], None] = lambda: None) -> list[
     chosen = config.logging
     found: list[Tracker] = []
     if chosen.tensorboard:
-        found.append(TensorBoard())
+        found.append(TensorBoard(config))
     if chosen.wandb != "none":
         found.append(Wandb(config))
     if chosen.mlflow:

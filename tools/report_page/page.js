@@ -7,8 +7,6 @@ const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const SYMBOLS = ["circle", "square", "triangle-up", "diamond", "x", "star", "cross", "triangle-down"];
 const PATTERNS = ["", "/", "x", "-", ".", "+", "\\"];  // not as many as colors, so that no pair repeats soon
-const DEFAULT_CURVES = ["critic/score/mean", "response_length/mean", "actor/entropy", "actor/grad_norm", "actor/pg_loss",
-  "sft/loss", "actor/ppo_kl", "actor/kl_loss", "training/rollout_probs_diff_max", "perf/throughput"];
 const NESTED_TIMES = new Set(["step", "agreement", "environments", "environments_waited"]);
 const GROUPS_PER_PAGE = 25, MAX_COLUMNS = 200, MAX_TOKENS = 8000;
 
@@ -104,10 +102,12 @@ function addCurve(name, removable = true) {
     button.onclick = () => { charts.delete(plot); box.remove(); };
     box.append(button);
   }
+  const { plain, bad } = data.curves[name] ?? {};
   box.append(plot);
+  if (bad) box.append(element("p", `Bad: ${bad}`, { class: "note" }));
   $("curve-charts").append(box);
   draw(plot, () => [having.flatMap((run) => lineTraces(run, name, run.name, data.runs.indexOf(run))),
-    layout(name, { showlegend: data.runs.length > 1, shapes: resumes(having) })]);
+    layout(plain ? `${plain} <span style="font-size:11px">${name}</span>` : name, { showlegend: data.runs.length > 1, shapes: resumes(having) })]);
 }
 function drawValidation() {
   const names = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics.columns)))].filter((name) => name.startsWith("val-core/"));
@@ -359,15 +359,16 @@ async function start() {
     const types = { step: Int32Array, group: Int32Array, row: Uint8Array, source: Uint8Array, score: Float32Array, length: Int32Array };
     run.arrays = Object.fromEntries(await Promise.all(Object.entries(types).map(async ([name, type]) => [name, await unpackArray(`${name}.${i}`, type)])));
   }));
+  const newest = data.runs.reduce((best, run, i) => run.metrics.time.at(-1) >= data.runs[best].metrics.time.at(-1) ? i : best, 0);
   for (const select of document.querySelectorAll(".run-select")) {
-    data.runs.forEach((run, i) => select.append(element("option", run.name, { value: i })));
+    data.runs.forEach((run, i) => select.append(element("option", run.name, { value: i, ...(i === newest && { selected: "" }) })));
     select.closest("label").hidden = data.runs.length < 2;
   }
   const metrics = [...new Set(data.runs.flatMap((run) => Object.keys(run.metrics.columns)))].sort();
   $("metric-names").append(...metrics.map((name) => element("option", undefined, { value: name })));
   $("only-differences").checked = data.runs.length > 1;
   drawTables();
-  DEFAULT_CURVES.forEach((name) => addCurve(name));
+  Object.keys(data.curves).forEach((name) => addCurve(name));
   drawValidation();
   drawTimes();
   drawDistributions();

@@ -21,6 +21,7 @@ import numpy as np
 from rl.config.options import parse_yaml
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.metric_log import STEP, number_of
+from rl.run_directory.named_metrics import first_curves
 from rl.run_directory.rollout_files import GIVEN_BY, TOKENS_FILE, read, stored_steps
 from rl.run_directory.status import read_object
 
@@ -96,7 +97,10 @@ def write_page(
             limit = sample_mib * 2**20 / len(runs)
             run["samples"], run["tokens"] = _samples(parts, number, run_dir, known, limit)
         shown.append(run)
-    parts.add_json("main", {"sources": GIVEN_BY, "runs": shown})
+    curves = {
+        name: {key: entry.get(key, "") for key in ("plain", "bad")} for name, entry in first_curves().items()
+    }
+    parts.add_json("main", {"sources": GIVEN_BY, "curves": curves, "runs": shown})
     title = html.escape(" and ".join(names.values()) if len(names) < 4 else f"{len(names)} runs")
     scripts = "\n".join(
         f'<script type="text/plain" id="{name}">{text}</script>' for name, text in parts.packed.items()

@@ -24,7 +24,7 @@ def page(tmp_path):
     found = []
     with playwright.sync_playwright() as driver:
         opened = driver.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = opened.new_page(viewport={"width": 400, "height": 800})
+        page = opened.new_page(viewport={"width": 390, "height": 800})
         page.on("console", lambda message: found.append(message.text))
         page.on("pageerror", lambda error: found.append(str(error)))
         page.on("request", lambda request: found.append(request.url))
@@ -45,25 +45,30 @@ COVERED = """() => {
 """Number of titles of curves that are below a mode bar."""
 
 
-@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("width", [390, 1400])
 def test_the_mode_bar_covers_no_title(width, page):
     page.set_viewport_size({"width": width, "height": 800})
+    page.locator("#curve-charts").scroll_into_view_if_needed()
     page.locator("#curve-charts .gtitle").first.wait_for()
     page.locator("#curve-charts .js-plotly-plot").first.hover()
     assert page.evaluate(COVERED) == 0 and page.locator("#curve-charts .modebar").count() > 0
 
 
 def test_clicks_filters_and_shades(page, tmp_path):
-    assert page.evaluate("document.documentElement.scrollWidth") == 400  # no sideways scrolling on a phone
+    assert page.evaluate("document.documentElement.scrollWidth") == 390  # no sideways scrolling on a phone
     assert page.locator("#curve-charts .chart[data-metric]").count() == 2
+    page.locator("#curve-charts").scroll_into_view_if_needed()
     page.locator("#curve-charts .main-svg").first.wait_for()
     events = page.locator("#events").inner_text()
     assert "training.optimizer.lr: 0.1 -> 0.05" in events and "rank 1 failed in update" in events
     differences = page.locator("#config-table tbody tr").all_inner_texts()
     assert len(differences) == 2 and "training.optimizer.lr" in differences[1]
 
+    assert "score" in page.locator("#curve-charts .gtitle").first.text_content()
+    assert "an easier data set" in page.locator("#curve-charts .note").first.inner_text()
     rows = page.locator("#groups tbody tr")
-    assert rows.count() == 9
+    assert page.input_value("[name=run]") == "1" and rows.count() == 9  # the newest
+    page.select_option("[name=run]", "0")
     page.fill("[name=step-low]", "2")
     page.select_option("[name=source]", "sums")
     page.click("#filters button >> text=Filter")
@@ -73,6 +78,7 @@ def test_clicks_filters_and_shades(page, tmp_path):
     page.wait_for_function("document.querySelectorAll('#groups tbody tr').length == 2")
     page.click("#filters button[type=reset]")
     page.wait_for_function("document.querySelectorAll('#groups tbody tr').length == 9")
+    page.select_option("[name=run]", "0")
 
     stored = json.loads((tmp_path / "one" / "tokens.json").read_text())
     assert stored == TOKENS

@@ -3,8 +3,10 @@ import logging
 
 import pytest
 
+from rl.config.schema import Config
 from rl.run_directory.metric_log import MAX_COLUMNS, MetricLog, accuracies, read_records, step_line
 from rl.run_directory.trackers import TensorBoard, TrackerThread
+from tests.stored_run import save_rollouts
 
 FULL = {
     "critic/score/mean": 0.53125,
@@ -108,15 +110,19 @@ def test_reader_names_the_line_that_is_no_record(tmp_path, bad, caplog):
 def test_tensorboard_has_finite_values_of_current_steps(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics = MetricLog(tmp_path, resume_step=None, followers=[TrackerThread(TensorBoard())])
+    save_rollouts(tmp_path, 1)
+    metrics = MetricLog(tmp_path, resume_step=None, followers=[TrackerThread(TensorBoard(Config()))])
     for step in (1, 2, 3):
         metrics.write(step, {"critic/score/mean": float(step), "nan": float("nan")})
     metrics.close()
-    metrics = MetricLog(tmp_path, resume_step=1, followers=[TrackerThread(TensorBoard())])
+    metrics = MetricLog(tmp_path, resume_step=1, followers=[TrackerThread(TensorBoard(Config()))])
     metrics.write(2, {"critic/score/mean": 20.0})
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Tags()["scalars"] == ["critic/score/mean"]
+    [samples] = events.Tensors("samples/text_summary")
+    assert samples.step == 1 and b"prompt: 'two and four, 0?'" in samples.tensor_proto.string_val[0]
+    assert "_hparams_/session_start_info" in events.Tags()["tensors"] + list(events.summary_metadata)
     assert [(event.step, event.value) for event in events.Scalars("critic/score/mean")] == [
         (1, 1.0),
         (2, 20.0),

@@ -17,6 +17,7 @@ from rl.run_directory.metric_log import MetricLog
 from rl.run_directory.prometheus import Prometheus
 from rl.run_directory.trackers import TrackerThread, followers, mlflow_name
 from rl.runtime.strangers import most_strangers
+from tests.stored_run import save_rollouts
 
 
 class Recording:
@@ -26,7 +27,7 @@ class Recording:
 
     def __init__(self, *, cuts=False, fails_at=None):
         self.cuts, self.fails_at = cuts, fails_at
-        self.got, self.may_go, self.is_closed = [], threading.Event(), False
+        self.got, self.shown, self.may_go, self.is_closed = [], [], threading.Event(), False
         self.may_go.set()
 
     def open(self, directory, state):
@@ -37,6 +38,9 @@ class Recording:
         if step == self.fails_at:
             raise OSError("no route to host")
         self.got.append((step, values["x"]))
+
+    def show(self, step, rows):
+        self.shown.append((step, rows))
 
     def close(self):
         self.is_closed = True
@@ -53,6 +57,14 @@ def test_a_tracker_gets_every_step_once(tmp_path):
     tracker = Recording()
     log_steps(tmp_path, range(50), tracker)
     assert tracker.got == [(step, float(step)) for step in range(50)] and tracker.is_closed
+
+
+def test_a_tracker_gets_samples_at_some_steps(tmp_path):
+    tracker = Recording()
+    save_rollouts(tmp_path, 12)
+    log_steps(tmp_path, range(1, 20), tracker)
+    assert [step for step, _ in tracker.shown] == [1, 11]
+    assert [row[0] for row in tracker.shown[1][1]] == [11] * 6
 
 
 @pytest.mark.parametrize("cuts", [True, False])
@@ -200,6 +212,7 @@ def test_a_missing_package_is_refused(monkeypatch):
 def real_run(tmp_path, config):
     """Log five steps, then continue after step 2 until step 7."""
     config.run.name, config.logging.tensorboard = "toy", False
+    save_rollouts(tmp_path / "run", 1)
     for steps, resume_step, scale in ((range(5), None, 1.0), (range(3, 8), 2, 10.0)):
         metrics = MetricLog(tmp_path / "run", resume_step=resume_step, followers=followers(config))
         for step in steps:
@@ -232,14 +245,17 @@ def test_wandb_offline_has_each_step_once(tmp_path):
     config = Config()
     config.logging.wandb = "offline"
     real_run(tmp_path, config)
-    found, names = [], set()
+    found, names, tables = [], set(), set()
     for path in (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"):
         names.add(path.stem)
         for record in map(wandb_internal_pb2.Record.FromString, wandb_records(path)):
             if record.HasField("history"):
+                tables.add(
+                    "samples" in {i.nested_key[0] if i.nested_key else i.key for i in record.history.item}
+                )
                 row = {i.nested_key[0] if i.nested_key else i.key: i.value_json for i in record.history.item}
                 found.append((int(row["_step"]), float(row["val-core/a b/acc/mean@4"])))
-    assert sorted(found) == EXPECTED and len(names) == 1
+    assert sorted(found) == EXPECTED and len(names) == 1 and tables == {True, False}
 
 
 def test_mlflow_has_each_step_once(tmp_path):
@@ -254,6 +270,7 @@ def test_mlflow_has_each_step_once(tmp_path):
     history = client.get_metric_history(state["run"], mlflow_name("val-core/a b/acc/mean@4"))
     assert [(each.step, each.value) for each in history] == EXPECTED
     assert client.get_run(state["run"]).data.params["run.name"] == "toy"
+    assert len(client.load_table(client.get_run(state["run"]).info.experiment_id, "samples.json")) == 6
 
 
 def test_trackio_has_each_step_once(tmp_path, monkeypatch):
@@ -266,4 +283,5 @@ def test_trackio_has_each_step_once(tmp_path, monkeypatch):
     real_run(tmp_path, config)
     state = json.loads((tmp_path / "run" / "trackers" / "trackio.json").read_text())
     rows = SQLiteStorage.get_logs(config.logging.project, state["run"])
-    assert [(row["step"], row["val-core/a b/acc/mean@4"]) for row in rows] == EXPECTED
+    assert [(row["step"], row["val-core/a b/acc/mean@4"]) for row in rows if "samples" not in row] == EXPECTED
+    assert sum("samples" in row for row in rows) == 1
