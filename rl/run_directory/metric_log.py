@@ -30,7 +30,7 @@ CLOSE_S = 15.0
 """Maximum wait for the followers at the end of a run, in seconds. It is shorter than the time for which the
 other ranks wait for rank 0 when a stopped run exits (`rl.runtime.session.EXIT_TIMEOUT`)."""
 
-MAX_COLUMNS = 165
+MAX_COLUMNS = 176
 """Maximum width of a step's console line, in columns."""
 
 TIMING_LABELS = {

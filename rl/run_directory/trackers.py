@@ -195,6 +195,7 @@ class TensorBoard:
         # TensorBoard hides the points of that step and later ones in event files of earlier starts.
         self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=state["step"] + 1)
         values = {name: str(value) for name, value in changed_keys(self._config).items()}
+        assert self._writer.file_writer is not None
         for summary in hparams(values, {"critic/score/mean": 0}):  # SummaryWriter.add_hparams adds a run
             self._writer.file_writer.add_summary(summary)
 
