@@ -40,7 +40,7 @@ SHOWN_SAMPLES = 16
 """Maximum number of samples in a table."""
 SAMPLE_COLUMNS = "step", "score", "prompt", "response", "ground_truth"
 """Columns of a table of samples."""
-Rows = list[list[Any]]
+SampleRows = list[list[Any]]
 """Rows of a table of samples, with a value for each of SAMPLE_COLUMNS."""
 
 
@@ -59,7 +59,7 @@ class Tracker(Protocol):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Send the finite metrics of a step."""
 
-    def show(self, step: int, rows: Rows) -> None:
+    def show(self, step: int, rows: SampleRows) -> None:
         """Send a table of samples, before the metrics of the step in which it appears."""
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def show(self, step: int, rows: Rows) -> None:
+    def show(self, step: int, rows: SampleRows) -> None:
         facts = [dict(zip(SAMPLE_COLUMNS, row)) for row in rows]
         texts = ["\n".join(f"    {name}: {value!r}" for name, value in row.items()) for row in facts]
         self._writer.add_text("samples", "\n\n---\n\n".join(texts), step)
@@ -239,7 +239,7 @@ class Wandb:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step, commit=True)
 
-    def show(self, step: int, rows: Rows) -> None:
+    def show(self, step: int, rows: SampleRows) -> None:
         import wandb
 
         self._run.log({"samples": wandb.Table(list(SAMPLE_COLUMNS), rows)}, step=step, commit=False)
@@ -285,7 +285,7 @@ class Mlflow:
         metrics += [Metric(mlflow_name(name), value, time_ms, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 
-    def show(self, step: int, rows: Rows) -> None:
+    def show(self, step: int, rows: SampleRows) -> None:
         table = {name: list(column) for name, column in zip(SAMPLE_COLUMNS, zip(*rows))}
         self._client.log_table(self._id, table, "samples.json")  # appends the rows
 
@@ -322,7 +322,7 @@ class Trackio:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({name: value for name, value in values.items() if name != "time"}, step=step)
 
-    def show(self, step: int, rows: Rows) -> None:
+    def show(self, step: int, rows: SampleRows) -> None:
         import trackio
 
         self._run.log({"samples": trackio.Table(list(SAMPLE_COLUMNS), rows)}, step=step)
