@@ -32,6 +32,7 @@ from rl.checks.logprobs import (
 )
 from rl.checks.noise import ENTROPY_SLACK, Direction, DrawnEntropy, Gaps
 from rl.checks.rounding import RoundingNoise
+from rl.checks.sampling import check_sampling
 from rl.checks.slope import SlopeCheck
 from rl.checks.staleness import check_present
 from rl.checks.updates import LearningRates, UpdateChecks, check_coverage
@@ -98,17 +99,22 @@ class Checks:
         of a group. limits_vary: whether the samples may have been generated with different length limits.
         """
         rollout = self._config.rollout
+        if not limits_vary:  # else an earlier run may have sampled with other parameters
+            check_sampling(batch, self._config, "training")
         self._samples(batch, rollout.samples_per_prompt, limits_vary=limits_vary)
         if rollout.temperature:
             check_duplicates(batch)
             self._seeds.append(check_seeds(batch, self._seeds))
 
-    def validated(self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
+    def validated(
+        self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int, is_greedy: bool
+    ) -> None:
         """Check the order of a validation's scored samples, whose results are read by their place in the
         batch.
 
         prompts: the prompts of the validation, in order.
         """
+        check_sampling(batch, self._config, "greedy" if is_greedy else "validation")
         check_present(batch, self._policy.version)
         self._samples(batch, samples_per_prompt)
         check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
@@ -116,6 +122,7 @@ class Checks:
 
     def greedy(self, batch: Batch) -> None:
         """Check the greedy responses of a step."""
+        check_sampling(batch, self._config, "greedy")
         check_present(batch, self._policy.version)
         self._samples(batch, 1)
 

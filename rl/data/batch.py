@@ -64,6 +64,9 @@ class Batch:
     """Rank that generated each sample; negative for samples from a file."""
     seeds: Tensor | None = per_sample(torch.int64)
     """Seed with which the engine says that it sampled each sample's first tokens; -1 if unknown."""
+    sampled_with: Tensor | None = per_sample(torch.int64)
+    """Code of the sampling parameters that the engine had for each sample
+    (`rl.rollout.sampling.parameters_code`); -1 if unknown."""
     digests: Tensor | None = per_sample(torch.int64)
     """Hash of each sample's prompt, response and `truncated` flag, computed when the engines delivered the
     sample (`hash_samples`)."""

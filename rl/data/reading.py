@@ -5,6 +5,7 @@ thousand rows take seconds. Every error is a ValueError that names the file and,
 """
 
 import contextlib
+import functools
 import json
 import logging
 import re
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -100,6 +102,61 @@ def read_rows(
             "data.train is empty: name at least one .parquet, .jsonl, .json or .arrow file or directory."
         )
     return rows
+
+
+def read_row(place: str) -> FileRow:
+    """Read one row of a file again, with all columns, by its position alone.
+
+    place: `FileRow.place` of the row. JSON texts in MAPPINGS are decoded, those of messages are not.
+    """
+    name, _, number = place.rpartition(", row ")
+    path = Path(name)
+    row = FileRow(_row_at(path, int(number)), path, int(number), 0)
+    _decode_texts(row, MAPPINGS, {})
+    return row
+
+
+def _row_at(path: Path, number: int) -> dict[str, Any]:
+    """Return the values of row `number`, from 1; in a file of JSON lines, of line `number`."""
+    if path.suffix in (".jsonl", ".json"):
+        content, starts = _lines(path)
+        if starts.size:
+            return dict(_parse(content[starts[number - 1] : starts[number]].decode("utf-8-sig"), str(path)))
+        return dict(_parse(content.decode("utf-8-sig"), str(path))[number - 1])
+    if path.suffix == ".parquet" and path.is_file():
+        with _reading(path, "parquet"):
+            starts = _groups(path)
+            group = int(np.searchsorted(starts, number, side="left")) - 1
+            table = _group(path, group).slice(number - 1 - starts[group], 1)
+    else:
+        import datasets  # imported here because it takes seconds and few runs need it
+
+        opened = (datasets.load_from_disk if path.is_dir() else datasets.Dataset.from_file)(str(path))
+        table = opened.with_format("arrow")[number - 1 : number]
+    return next(_values(iter([table]), path, "Arrow"))[1]
+
+
+@functools.lru_cache(maxsize=2)
+def _lines(path: Path) -> tuple[bytes, np.ndarray]:
+    """Return the content of a JSON file and where its lines start and end; no lines if it is an array."""
+    content = path.read_bytes()
+    if content.decode("utf-8-sig", errors="ignore")[:64].lstrip()[:1] == "[":
+        return content, np.empty(0, np.int64)
+    ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n")) + 1
+    return content, np.array([0, *ends.tolist(), len(content)])
+
+
+@functools.lru_cache(maxsize=16)
+def _groups(path: Path) -> np.ndarray:
+    """Return the number of rows before each row group of a parquet file, and in the file."""
+    meta = pq.read_metadata(path)
+    return np.cumsum([0, *(meta.row_group(i).num_rows for i in range(meta.num_row_groups))])
+
+
+@functools.lru_cache(maxsize=4)
+def _group(path: Path, group: int) -> pa.Table:
+    with pq.ParquetFile(path) as file:
+        return file.read_row_group(group)
 
 
 def describe(value: Any) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl.checks.batches import CheckFailed, place
+from rl.checks.grades import Grades
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
@@ -21,10 +22,9 @@ from rl.data.prompts import Prompt, end_token_ids
 from rl.data.special_tokens import decode_responses, encode, hide
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
-from rl.faults.agreement import fail_together
 from rl.phases.truths import arguments, check_truths
 from rl.rewards.pool.pool import ScoringPool, default_workers
-from rl.rewards.score import Score, digest, sealed, to_finite
+from rl.rewards.score import to_finite
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
@@ -52,6 +52,7 @@ class Scorer:
         self.micro_batch_tokens, self.seed = config.training.row_tokens, config.run.seed
         self.tokenizers, self.parse_grade = inputs.tokenizers, inputs.judge_parser
         self.kept = inputs.kept_ids
+        self.grades = Grades(config, inputs.tokenizer, inputs.kept_ids, inputs.rewards, pool)
         self.model = engines.training.get("reward_model")
         self.judge = engines.generating.get("judge")
         self.first_cause: str = ""
@@ -87,10 +88,16 @@ class Scorer:
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
         samples = [arguments(owners[k], texts[k]) for k in asked]
         self.pool.on_answer = None if tracing.active is None else tracing.active.add_reward
-        with tracing.span("reward function", samples=len(samples)):
-            scores = self.pool.score(samples)
+        rest = range((rank + 1) % world, len(batch), world)
+        again = self.grades.again(batch, [i for i in rest if given is None or given[i].isnan()])
+        sent = [*samples, *again.values()]
+        with tracing.span("reward function", samples=len(sent)):
+            scores = self.pool.score(sent)
         self.first_cause = next(iter(self.pool.failures.values()), "")
         owned = [mine[k] for k in asked]
+        pairs = list(zip(sent, scores, strict=True))
+        scores = scores[: len(samples)]
+        self.grades.record(dict(zip(owned, pairs)), dict(zip(again, pairs[len(samples) :])))
         columns, digests = gather_columns(
             [score.values for score in scores],
             [_digest(batch, i) for i in owned],
@@ -99,9 +106,6 @@ class Scorer:
             self.device,
         )
         check_places(batch, digests)
-        with fail_together():
-            filed = columns["score"][owned].tolist() if owned else []  # an environment may score all
-            check_answers(samples, scores, filed)
         columns = {name: column.float() for name, column in columns.items()}
         found = dict(zip(asked, scores))
         if self.keeps_feedback:
@@ -210,23 +214,6 @@ class Scorer:
                 f"every question is above reward.judge.max_prompt_tokens={judge.max_prompt_tokens}"
             )
         return values, failed
-
-
-def check_answers(samples: list[dict], scores: list[Score], filed: list[float]) -> None:
-    """Raise CheckFailed if a sample got a score that the reward function did not compute for this sample.
-
-    A sample whose call failed is not checked. filed: the scores that the columns of the batch hold for the
-    same samples, float64.
-    """
-    for k, (sample, score, value) in enumerate(zip(samples, scores, filed, strict=True)):
-        own = Score({"score": value})
-        if not score.values["failed"] and score.seal != sealed(own, digest(sample)).seal:
-            what = "of another sample" if score.seal >= 0 else "that no worker computed"
-            raise CheckFailed(
-                f"score check: rank {dist.get_rank()} got the score {value:.4g} for its sample {k} of "
-                f"{len(samples)}, {what}: the order of the answers was lost, or they are those of another "
-                "call, or were changed."
-            )
 
 
 def check_places(batch: Batch, digests: Tensor) -> None:

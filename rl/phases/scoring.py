@@ -47,6 +47,7 @@ class Scoring:
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
         batch.score_details = columns
+        self._scorer.grades.check(batch)
         if batch.digests is not None:
             batch.score_digests = batch.hash_scores(batch.digests)
         return answers

@@ -35,20 +35,21 @@ class Mixture:
         and 0.5 give 1.1. If the source has a single function, its other values keep their names. If it has
         several functions, the values of function i, including its unweighted score, are named
         `<short name>/<key>`. `acc` and the prediction come from the first function that returns one. The seal
-        is computed from the sample as it was before a function could change it.
+        is computed from the arguments as they were before a function could change them.
 
         Raises any exception of a function, and RejectedResult.
 
         If the response of a sample is None, `try_truth` of each function tries the ground truth instead.
         """
-        key = digest(sample)
         scorers = self._of(sample.get("data_source"))
+        given = [{**scorer.kwargs, **sample} for scorer in scorers]
+        key = digest((scorer.function_path, scorer.weight, own) for scorer, own in zip(scorers, given))
         if sample["response"] is None:
             for scorer in scorers:
                 if scorer.try_truth is not None:
                     scorer.try_truth(sample["ground_truth"], **scorer.kwargs)
             return sealed(Score({"score": 0.0}), key)
-        results = [scorer.function(**{**scorer.kwargs, **sample}) for scorer in scorers]
+        results = [scorer.function(**own) for scorer, own in zip(scorers, given)]
         if any(inspect.isawaitable(result) for result in results):
             return _settle(scorers, results, key)
         return _combine(scorers, [to_score(result) for result in results], key)
@@ -85,6 +86,8 @@ class _Scorer(NamedTuple):
     """A component of the plan with its function imported."""
 
     name: str
+    function_path: str
+    """`package.module:name` or `path/to/file.py:name`."""
     weight: float
     kwargs: Mapping[str, Any]
     function: Callable[..., Any]
@@ -99,6 +102,7 @@ def _load(components: Sequence[Component]) -> list[_Scorer]:
     return [
         _Scorer(
             name,
+            c.function,
             c.weight,
             c.kwargs,
             load_reward_function(c.function, kwargs=c.kwargs, key=c.key),

@@ -4,10 +4,11 @@ It imports only the standard library, because every worker of the pool imports i
 s.
 """
 
+import json
 import numbers
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -38,20 +39,22 @@ class Score:
     feedback: str | None = None
     """Text about the response (`feedback`), for a teacher's prompt (`teacher.template`)."""
     seal: int = field(default=-1, compare=False)
-    """Hash of the scored sample and its score (`sealed`). It is computed in the process that called the
-    reward function. -1 if no function was called."""
+    """Hash of the calls and their score (`sealed`). It is computed in the process that called the reward
+    function. -1 if no function was called."""
 
 
-def digest(sample: Mapping[str, Any]) -> int:
-    """Return a 32-bit hash of a sample's prompt and response."""
-    texts = (str(sample.get(name)).encode("utf-8", "surrogatepass") for name in ("prompt", "response"))
-    return zlib.crc32(b"\0".join(texts))
+def digest(calls: Iterable[tuple[str, float, Mapping[str, Any]]]) -> int:
+    """Return a 32-bit hash of the calls that score a sample.
+
+    calls: for each function its import path, its weight, and all of its arguments by name.
+    """
+    return zlib.crc32(json.dumps([*calls], default=repr).encode())
 
 
 def sealed(score: Score, digest: int) -> Score:
     """Return the score with its `seal`. For the hash, -0.0 equals 0.0.
 
-    digest: result of `digest` for the scored sample.
+    digest: result of `digest` for the calls that scored the sample.
     """
     return replace(score, seal=zlib.crc32(repr(score.values["score"] + 0.0).encode(), digest))
 

@@ -55,6 +55,7 @@ def batch_of(
         weight_versions=_joined([sample.weight_versions for sample in samples], np.int32),
         generated_by=torch.tensor([sample.rank for sample in samples], dtype=torch.int64),
         seeds=torch.tensor([first_seed(sample) for sample in samples], dtype=torch.int64),
+        sampled_with=torch.tensor([_sampling_of(sample) for sample in samples], dtype=torch.int64),
     )
     if turns:
         batch.turns = turn_of
@@ -74,6 +75,13 @@ def batch_of(
 def first_seed(sample: Sample) -> int:
     """Return the seed of the first tokens that the policy sampled; -1 if unknown."""
     return next((segment.seed for segment in sample.segments if segment.is_sampled), -1)
+
+
+def _sampling_of(sample: Sample) -> int:
+    """Return the code of the parameters that sampled the tokens; of several, one that differs from the
+    first."""
+    codes = [segment.sampling for segment in sample.segments if segment.is_sampled]
+    return next((code for code in codes if code != codes[0]), codes[0] if codes else -1)
 
 
 def _joined(parts: list[np.ndarray], dtype: type) -> torch.Tensor:

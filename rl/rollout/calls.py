@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.rollout.samples import Completion, Request, context_digest
-from rl.rollout.sampling import Sampling
+from rl.rollout.sampling import PARAMETERS, Sampling, parameters_code
 from rl.runtime import tracing
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class Live:
     For example, [(0, 3), (20, 4)]: version 3 sampled the first 20 tokens, and version 4 the later tokens.
     """
     seed: int
+    sampling: int
+    """`parameters_code` of the parameters that vLLM's scheduler has for the request."""
 
     def versions(self, num_tokens: int) -> np.ndarray:
         """Return the version of each of the request's tokens, int32 [num_tokens]."""
@@ -113,7 +115,9 @@ class Calls:
         for part in engine.parts:
             part.request(engine, request, call)
         internal_id = self._vllm.add_request(request.name, call.prompt, call.params, **call.options)
-        self._live[request.name] = Live(internal_id, [(0, call.version)], seed_of_call(call))
+        received = engine.scheduler.requests[internal_id].sampling_params
+        code = parameters_code({name: getattr(received, name) for name in PARAMETERS})
+        self._live[request.name] = Live(internal_id, [(0, call.version)], seed_of_call(call), code)
         if request.grammar and request.num_begun:  # vLLM's grammar begins with the request, not with the turn
             grammar = engine.scheduler.requests[internal_id].structured_output_request.grammar
             begun = request.token_ids[-request.num_begun :].tolist()
@@ -162,6 +166,7 @@ class Calls:
             held=held,
             context_digest=context_digest(finished.prompt_token_ids),
             seed=live.seed,
+            sampling=live.sampling,
         )
 
     def abort(self, name: str) -> Completion:

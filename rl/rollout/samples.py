@@ -65,6 +65,8 @@ class Completion:
     """Hash of the tokens that the engine was given (`context_digest`); -1 if unknown."""
     seed: int = -1
     """Seed of the engine's sampling; -1 if unknown."""
+    sampling: int = -1
+    """`rl.rollout.sampling.parameters_code` of the engine's parameters; -1 if unknown."""
 
 
 def context_digest(token_ids: Sequence[int] | np.ndarray, before: int = 0) -> int:
@@ -108,6 +110,8 @@ class Segment:
     continues in the next segment, or is unfinished."""
     seed: int = -1
     """As in `Completion`."""
+    sampling: int = -1
+    """As in `Completion`."""
 
     @classmethod
     def of(cls, completion: Completion, turn: int = 0, before: Sequence["Segment"] = ()) -> "Segment":
@@ -130,6 +134,7 @@ class Segment:
             context_digest=completion.context_digest,
             end=completion.end,
             seed=completion.seed,
+            sampling=completion.sampling,
         )._with_digest()
 
     @classmethod
@@ -318,6 +323,7 @@ def pack(samples: Sequence[Sample], *, held: bool = True, conversations: bool = 
         "holder": [segment.holder for segment in segments],
         "segment_end": [ENDS.index(segment.end) for segment in segments],
         "seed": [segment.seed for segment in segments],
+        "sampling": [segment.sampling for segment in segments],
     }
     return {
         **{name: np.array(values, np.int64) for name, values in (per_sample | per_segment).items()},
@@ -375,25 +381,36 @@ def unpack(packed: dict[str, Any], *, rank: int = -1) -> list[Sample]:
 
 def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
-    names = ("turn", "source", "reward", "digest", "segment_context", "holder", "segment_end", "seed")
-    per_segment = zip(*(packed[name].tolist() for name in names))
+    known = packed | {"sampling": packed.get("sampling", np.full(len(packed["seed"]), -1))}  # an old file
+    names = (
+        "turn",
+        "reward",
+        "digest",
+        "segment_context",
+        "holder",
+        "seed",
+        "sampling",
+        "source",
+        "segment_end",
+    )
+    per_segment = zip(*(known[name].tolist() for name in names))
     segments = [
         Segment(
             token_ids,
             logprobs,
             versions,
             turn,
-            "policy" if of < 0 else SOURCES[of],
+            "policy" if source < 0 else SOURCES[source],
             reward,
             digest=digest,
             context_digest=context,
             holder=rank if holder < 0 else holder,
             end=ENDS[end],
             seed=seed,
+            sampling=sampling,
         )
-        for (token_ids, logprobs, versions), (turn, of, reward, digest, context, holder, end, seed) in zip(
-            columns, per_segment
-        )
+        for (token_ids, logprobs, versions), found in zip(columns, per_segment)
+        for turn, reward, digest, context, holder, seed, sampling, source, end in [found]
     ]
     for name, column in packed["held"].items():
         dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])

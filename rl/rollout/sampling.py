@@ -1,7 +1,10 @@
 """Sampling parameters and the seeds of samples."""
 
 import hashlib
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rl.config.schema import Config
 
@@ -46,6 +49,38 @@ def greedy_sampling(config: Config) -> Sampling:
     """Return the sampling parameters of one greedy response per prompt."""
     training = train_sampling(config)
     return replace(training, samples_per_prompt=1, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
+
+
+PARAMETERS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "stop": (),
+    "stop_token_ids": (),
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "bad_words": (),
+    "logit_bias": (),
+    "allowed_token_ids": (),
+}
+"""vLLM's parameters that change which tokens are sampled, and the values that change nothing."""
+
+
+def parameters_code(parameters: Mapping[str, Any]) -> int:
+    """Return a 32-bit hash of sampling parameters; a name of PARAMETERS that is missing has its value there.
+
+    For example, {"temperature": 0.8, "stop": ["end"]}.
+    """
+    found = []
+    for name, neutral in PARAMETERS.items():
+        value = parameters.get(name)
+        is_list = isinstance(neutral, tuple)
+        found.append(sorted(value or ()) if is_list else float(neutral if value is None else value))
+    return zlib.crc32(repr(found).encode())
 
 
 def seed_of(*parts: object) -> int:

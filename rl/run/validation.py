@@ -61,10 +61,7 @@ def measure(phases: Phases, prompts: list[Prompt], config: Config, name: str, st
         return
     is_greedy = name == "greedy"
     sampling = greedy_sampling(config) if is_greedy else validation_sampling(config)
-    store(
-        name,
-        *_measure(phases, prompts, sampling, purpose="validation" if is_greedy else "validation.sampled"),
-    )
+    store(name, *_measure(phases, prompts, sampling, is_greedy=is_greedy))
 
 
 def loss_metrics(phases: Phases, prompts: list[Prompt], prompts_per_pass: int) -> dict[str, float]:
@@ -103,9 +100,10 @@ def validation_sampling(config: Config) -> Sampling:
 
 
 def _measure(
-    phases: Phases, prompts: list[Prompt], sampling: Sampling, *, purpose: str
+    phases: Phases, prompts: list[Prompt], sampling: Sampling, *, is_greedy: bool
 ) -> tuple[Batch, list[str | None] | None]:
     """Sample and score all prompts, and log the metrics; return the batch and its answers."""
+    purpose = "validation" if is_greedy else "validation.sampled"
     batch = phases.sampler.sample(SampleCall(prompts, sampling, purpose, timing="testing"))
     if batch.turns is not None:
         batch = batch.merge_rows().delivered()
@@ -113,7 +111,8 @@ def _measure(
         phases.step.metrics |= {f"val-aux/{name}": value for name, value in turns.items()}
     several = sampling.samples_per_prompt > 1
     predictions = phases.scoring.fill_scores(batch, timing="testing", predictions=several)
-    phases.checks.validated(batch, prompts, samples_per_prompt=sampling.samples_per_prompt)
+    k = sampling.samples_per_prompt
+    phases.checks.validated(batch, prompts, samples_per_prompt=k, is_greedy=is_greedy)
     variables = {"acc": batch.outcomes, "score": batch.column("scores")}
     variables |= {
         name: column for name, column in batch.score_details.items() if name not in ("acc", "failed")
@@ -131,7 +130,6 @@ def _measure(
     phases.step.metrics |= validation_metrics(values, votes)
     if batch.turns is not None:
         failed = batch.score_details["failed"].double().reshape(shape).numpy()
-        k = sampling.samples_per_prompt
         shares = {f"val-core/{name}/failed/mean@{k}": failed[rows].mean() for name, rows in members.items()}
         phases.step.metrics |= {name: float(share) for name, share in shares.items()}
     return batch, predictions

@@ -240,7 +240,7 @@ def change(bug: Bug, to) -> None:
 
 
 @exhibit("huggingface/trl#6533", ranks=2, overrides=("model.dtype=bfloat16",))
-@caught_by(SCORES, r"CheckFailed: score check: rank \d got the score .* for its sample \d+ of .* of another")
+@caught_by(SCORES, r"CheckFailed: score check: sample \d+ .* but the worker of rank \d returned")
 @replaces("rl.phases.scorer.gather_columns")
 def one_score_for_all_samples(bug: Bug, gather, results, *rest):
     """A reward function returned one number, which was given to all completions of a rank."""

@@ -42,6 +42,7 @@ def full_batch(seed, sizes=(3, 1, 4, 2), details=("acc", "failed", "format"), un
         deferred_at=3,
         generated_by=torch.from_numpy(rng.integers(4, size=count)),
         seeds=torch.from_numpy(rng.integers(2**62, size=count)),
+        sampled_with=torch.from_numpy(rng.integers(2**32, size=count)),
         digests=torch.from_numpy(rng.integers(2**32, size=count)),
         score_digests=torch.from_numpy(rng.integers(2**32, size=count)),
         feedback=[f"wrong {seed} {i}" for i in range(count)],

@@ -1,0 +1,234 @@
+"""Renders again what a reward function gets for a sample: from the row of the file, and all response ids.
+
+The workers seal each score together with the arguments of its call (`rl.rewards.score.sealed`), so a score
+belongs to the arguments that a rank sent. These checks show that the arguments belong to the sample.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from transformers import PreTrainedTokenizerBase
+
+from rl.checks.batches import CheckFailed, place
+from rl.config.reward_sources import RewardPlan
+from rl.config.schema import Config, Data
+from rl.data.batch import Batch
+from rl.data.completeness import SWITCH
+from rl.data.prompts import AGENT_COLUMNS, GROUND_TRUTH, Prompt
+from rl.data.reading import FileRow, read_row
+from rl.data.rendering import check_rendering
+from rl.data.special_tokens import special_ids
+from rl.faults.agreement import fail_together
+from rl.rewards.pool.pool import ScoringPool
+from rl.rewards.score import Score, digest, sealed
+from rl.runtime.collectives import gather_objects
+
+TOLERANCE = 1e-6
+"""Rounding of a score in float32, relative to its size and that of its parts."""
+REPEATS = 8
+"""Calls on each of two ranks by which a function that returns other scores for equal arguments is told from
+one whose workers differ between ranks."""
+NUM_COMPARED = 16
+"""Samples of each rank whose arguments are rendered again in a call of the scorer."""
+
+
+Answers = dict[int, tuple[dict, Score]]
+"""Sample -> the arguments that were sent for it, and the answer."""
+
+
+def calls_of(plan: RewardPlan, sample: Mapping[str, Any]) -> list[tuple[str, float, Mapping[str, Any]]]:
+    """Return the calls that score a sample, as `rl.rewards.score.digest` reads them."""
+    components = plan.sources.get(sample["data_source"], plan.default)
+    return [(each.function, each.weight, {**each.kwargs, **sample}) for each in components]
+
+
+class Grades:
+    """Checks the scores of a batch against the answers of the workers."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase,
+        kept: Collection[int],
+        plan: RewardPlan | None,
+        pool: ScoringPool,
+    ):
+        self._config, self._plan, self._pool = config.reward, plan, pool
+        self._arguments = Arguments(config.data, tokenizer, kept)
+        self._answers: Answers = {}
+        self._again: Answers = {}
+        self._is_repeatable = True
+        """Whether the reward function has returned equal scores for equal arguments so far."""
+
+    def again(self, batch: Batch, theirs: list[int]) -> dict[int, dict]:
+        """Return the arguments, rendered again, for one sample that this rank grades again.
+
+        theirs: the samples that the next rank scores. Empty if there are none, or if the function is random.
+        """
+        chosen = theirs[batch.fingerprint % len(theirs) :][:1] if theirs and self._is_repeatable else []
+        return {sample: self._arguments.of(batch, sample) for sample in chosen}
+
+    def record(self, answers: Answers, again: Answers) -> None:
+        """Store the answers for this rank's samples, and for the result of `again`."""
+        self._answers, self._again = answers, again
+
+    def check(self, batch: Batch) -> None:
+        """Raise CheckFailed unless the batch has the scores that the workers returned for its samples.
+
+        Also raises it if a worker got other arguments than those of the sample's row and response, or if
+        another rank's workers return another score for the same arguments. Collective over the world.
+        """
+        whole = batch.merge_rows()
+        with fail_together():
+            for sample, (given, score) in self._answers.items():
+                self._check_answer(whole, sample, given, score)
+            self._arguments.check(whole, {sample: given for sample, (given, _) in self._answers.items()})
+        differing = [
+            (sample, score.values["score"])
+            for sample, (_, score) in self._again.items()
+            if not score.values["failed"] and not self._is_filed(whole, sample, score)
+        ]
+        suspects = [pair for pairs in gather_objects(differing) for pair in pairs]
+        if not suspects:
+            return
+        known = self._answers | {-1 - sample: pair for sample, pair in self._again.items()}
+        steady = {
+            place for sample, _ in suspects for place in (sample, -1 - sample) if self._repeats(known, place)
+        }
+        everyone = set().union(*gather_objects(steady))
+        for sample, value in suspects:
+            if {sample, -1 - sample} <= everyone:
+                filed = float(whole.column("scores")[sample])
+                raise CheckFailed(
+                    f"score check: {place(whole, sample)} has the score {filed:.4g}, but with the text of "
+                    "its row and all of its response ids another rank's worker returns "
+                    f"{value:.4g}, each time: the workers of the ranks have other functions or another state."
+                )
+        self._is_repeatable = False
+
+    def _repeats(self, known: dict[int, tuple[dict, Score]], place: int) -> bool:
+        """Return whether this rank has scored a sample and its function returns the same score each time."""
+        if place not in known:
+            return False
+        sample, score = known[place]
+        again = self._pool.score([sample] * REPEATS, logs=False)
+        return all(each.values == score.values for each in again)
+
+    def _check_answer(self, batch: Batch, sample: int, given: dict, score: Score) -> None:
+        """Raise CheckFailed unless the score was computed from these arguments, and is in the batch."""
+        assert self._plan is not None
+        name, rank, own = place(batch, sample), dist.get_rank(), score.values["score"]
+        if (
+            not score.values["failed"]
+            and score.seal != sealed(score, digest(calls_of(self._plan, given))).seal
+        ):
+            what = "of another sample" if score.seal >= 0 else "that no worker computed"
+            raise CheckFailed(
+                f"score check: rank {rank} got the score {own:.4g} for {name}, {what}: the order of the "
+                "answers was lost, or they are those of another call or other arguments, or were changed."
+            )
+        if not self._is_filed(batch, sample, score):
+            raise CheckFailed(
+                f"score check: {name} has the score {float(batch.column('scores')[sample]):.6g}, but the "
+                f"worker of rank {rank} returned {own:.6g} for it: a column of scores was changed, or "
+                "belongs to other samples."
+            )
+
+    def _is_filed(self, batch: Batch, sample: int, score: Score) -> bool:
+        """Return whether the batch has a score, with the parts of the reward model and the judge."""
+        filed = {"score": batch.column("scores")} | batch.score_details
+        if filed["failed"][sample]:
+            return float(filed["score"][sample]) == np.float32(self._config.failure_score)
+        values, size = {name: value for name, value in score.values.items() if name in filed}, 0.0
+        model, judge = self._config.model, self._config.judge
+        coefs = {"reward_model": model.coef if model.path else 0, "judge": judge.coef if judge.path else 0}
+        for name, coef in coefs.items():
+            if name in filed and coef:
+                part = coef * float(filed[name][sample])
+                values["score"], size = values["score"] + part, size + abs(part)
+                values.pop(name, None)
+        return all(
+            abs(float(filed[name][sample]) - value) <= TOLERANCE * (abs(value) + size)
+            for name, value in values.items()
+        )
+
+
+class Arguments:
+    """Renders the arguments of reward functions again. kept: ids of special tokens that a text keeps."""
+
+    def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, kept: Collection[int]):
+        self._data, self._tokenizer = data, tokenizer
+        self._dropped = sorted(special_ids(tokenizer) - set(kept))
+
+    def of(self, batch: Batch, sample: int) -> dict[str, Any]:
+        """Return the arguments for a sample. A prompt that is of no file keeps its own fields."""
+        prompt = batch.prompts[int(batch.groups[sample])]
+        row = read_row(prompt.place).values if prompt.place else {}
+        ids = batch.response_ids[sample]
+        if batch.turns is not None:
+            turns = batch.turns[batch.offsets[sample] : batch.offsets[sample + 1]].numpy()
+            ids = ids[turns == max(1, turns.max(initial=1))]
+        ids = ids[~np.isin(ids, self._dropped)]
+        text = self._tokenizer.decode(ids, skip_special_tokens=False) if len(ids) else ""
+        found = {"prompt": prompt.text, "response": text, "ground_truth": prompt.ground_truth}
+        found |= {"data_source": prompt.data_source, "extra_info": prompt.extra_info}
+        if row:
+            found["ground_truth"] = row
+            for name in (self._data.ground_truth_key or GROUND_TRUTH).split("."):
+                value = found["ground_truth"]
+                found["ground_truth"] = value.get(name) if isinstance(value, dict) else None
+            found["data_source"] = str(row.get("data_source") or _file_name(prompt))
+            agent = {name: row[name] for name in AGENT_COLUMNS if row.get(name) is not None}
+            info = row | (row.get("extra_info") or {}) | agent
+            names = dict.fromkeys((*prompt.extra_info, *(row.get("extra_info") or {}), *agent))
+            found["extra_info"] = {name: info.get(name) for name in names}
+        return found
+
+    def check(self, batch: Batch, given: Mapping[int, Mapping[str, Any]]) -> None:
+        """Raise CheckFailed if a reward function got other arguments than those of the sample and its row.
+
+        given: the arguments that this rank sent, by sample. NUM_COMPARED of them are compared.
+        """
+        chosen = sorted(given)[:: max(1, len(given) // NUM_COMPARED)]
+        for sample in chosen:
+            again = self.of(batch, sample)
+            for name, value in given[sample].items():
+                if json.dumps(value, default=repr) != json.dumps(again[name], default=repr):
+                    raise CheckFailed(
+                        f"score check: the reward function got the {name} {value!r:.80} for "
+                        f"{place(batch, sample)}, but its row and its response ids give {again[name]!r:.80}."
+                    )
+        if batch.turns is None:
+            prompts = {int(group): batch.prompts[group] for group in batch.groups[chosen].tolist()}
+            for prompt in prompts.values():
+                if prompt.place:
+                    self.check_prompt(prompt)
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise CheckFailed unless the prompt renders its row, and ValueError unless it has its tokens."""
+        content: Any = read_row(prompt.place).values.get(self._data.prompt_key)
+        if prompt.messages is not None:
+            chat = json.loads(content) if isinstance(content, str) else content
+            last = chat[-1] if isinstance(chat, list) and chat else {}
+            content = last.get("content", last.get("value"))
+        has_text = isinstance(content, str) and not prompt.images
+        if has_text and _bare(content) not in _bare(prompt.text):
+            raise CheckFailed(
+                f"prompt check: prompt {prompt.index} does not contain the text of {prompt.place}, "
+                f"{content!r:.80}: the prompts and the rows of the data are in another order."
+            )
+        limit = self._data.max_prompt_tokens
+        check_rendering([prompt], self._tokenizer, key="the data", max_prompt_tokens=limit)
+
+
+def _file_name(prompt: Prompt) -> str:
+    path = Path(prompt.place.rpartition(", row ")[0])
+    return FileRow({}, path, 0, 0).file_name
+
+
+def _bare(text: str) -> str:
+    return "".join(SWITCH.sub("", text).split())

@@ -1,0 +1,53 @@
+"""Compares the sampling parameters that the engine had for each sample with the config."""
+
+from typing import Any
+
+from rl.checks.batches import CheckFailed, place
+from rl.config.schema import Config
+from rl.data.batch import Batch
+from rl.rollout.sampling import PARAMETERS, parameters_code
+
+SMALLEST_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature, except 0, to this value."""
+
+
+def expected_parameters(config: Config, purpose: str) -> dict[str, Any]:
+    """Return the parameters by vLLM's names. purpose: training, greedy or validation (sampled)."""
+    rollout, validation = config.rollout, config.validation
+    found: dict[str, Any] = {"stop": rollout.stop, "stop_token_ids": rollout.stop_token_ids}
+    if purpose == "greedy":
+        found["temperature"] = 0.0
+    elif purpose == "validation":
+        found |= {"temperature": validation.temperature, "min_p": rollout.min_p}
+        found |= {"top_p": validation.top_p or rollout.top_p, "top_k": validation.top_k or rollout.top_k}
+    else:
+        found |= {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    if not found["temperature"]:
+        return {name: value for name, value in found.items() if name not in ("top_p", "top_k", "min_p")}
+    return found | {"temperature": max(found["temperature"], SMALLEST_TEMPERATURE)}
+
+
+def check_sampling(batch: Batch, config: Config, purpose: str) -> None:
+    """Raise CheckFailed if the engine sampled with other parameters than the config has for the purpose.
+
+    The error names the other purpose with the parameters, or the parameter that did not reach the engine.
+    """
+    if batch.sampled_with is None:
+        return
+    expected = expected_parameters(config, purpose)
+    wrong = (batch.sampled_with != parameters_code(expected)) & (batch.sampled_with != -1)
+    if not wrong.any():
+        return
+    sample = int(wrong.nonzero()[0])
+    found, what = int(batch.sampled_with[sample]), "other parameters"
+    for other in ("training", "greedy", "validation"):
+        if found == parameters_code(expected_parameters(config, other)):
+            what = f"the parameters of {other}"
+    for name, neutral in PARAMETERS.items():
+        if found == parameters_code(expected | {name: neutral}):
+            what = f"{name}={neutral}"
+    raise CheckFailed(
+        f"sampling check: the engine sampled {place(batch, sample)} and {int(wrong.sum()) - 1} further "
+        f"samples of {len(batch)} with {what}, but the config gives "
+        f"{', '.join(f'{name}={value}' for name, value in expected.items())} for {purpose}."
+    )

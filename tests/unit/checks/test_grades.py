@@ -1,0 +1,68 @@
+"""The second source of what a reward function gets: the row of the file, and all response ids."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rl.checks.batches import CheckFailed
+from rl.checks.grades import Arguments
+from rl.config.schema import Data
+from rl.data.batch import Batch
+from rl.data.prompts import load_prompts
+from rl.phases.truths import arguments
+from tests.chat_templates import tokenizer_of
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": f"What is {n} + 1?"}],
+        "reward_model": {"ground_truth": str(n + 1)},
+        "extra_info": {"n": n},
+    }
+    for n in range(6)
+]
+
+
+@pytest.fixture(params=["parquet", "jsonl", "json"])
+def prompts(request, tmp_path):
+    path = tmp_path / f"rows.{request.param}"
+    if request.param == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path, row_group_size=4)
+    elif request.param == "json":
+        path.write_text(json.dumps(ROWS))
+    else:
+        path.write_text("\n\n".join(map(json.dumps, ROWS)) + "\n")
+    options = dict(prompt_key="prompt", max_prompt_tokens=128, overlong="error")
+    return load_prompts([path], tokenizer_of("qwen2.5"), **options)
+
+
+def test_arguments_of_another_row_or_text_are_named(prompts):
+    tokenizer = tokenizer_of("qwen2.5")
+    ids = [np.array(tokenizer.encode(f"It is {n}."), np.int32) for n in range(6)]
+    ids[0] = np.append(ids[0], np.int32(tokenizer.eos_token_id))
+    batch = Batch(
+        [prompt.token_ids for prompt in prompts],
+        ids,
+        torch.arange(6),
+        torch.zeros(6, dtype=torch.bool),
+        prompts=prompts,
+    )
+    again = Arguments(Data(max_prompt_tokens=128), tokenizer, ())
+    given = {n: arguments(prompt, f"It is {n}.") for n, prompt in enumerate(prompts)}
+    again.check(batch, given)
+    wrong = {
+        "response": given[3] | {"response": "It is"},
+        "ground_truth": given[3] | {"ground_truth": "9"},
+        "extra_info": given[3] | {"extra_info": {"n": 5}},
+        "data_source": given[3] | {"data_source": "x"},
+    }
+    for name, found in wrong.items():
+        with pytest.raises(CheckFailed, match=rf"got the {name} .* for sample 3 \(prompt 3\)"):
+            again.check(batch, given | {3: found})
+    moved = [replace(prompt, place=other.place) for prompt, other in zip(prompts, prompts[1:] + prompts[:1])]
+    with pytest.raises(CheckFailed, match="prompt 0 does not contain the text of .*, row [23]"):
+        again.check_prompt(moved[0])
