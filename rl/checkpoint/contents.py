@@ -178,12 +178,13 @@ def _written_weights(engine: TrainingEngine, weight_map: WeightMap) -> Iterator[
 
     Data parallel ranks write about equal numbers of bytes.
     """
-    loads = {False: [0] * engine.grid.replicas, True: [0] * dist.get_world_size(engine.grid.groups.expt_dp)}
+    grid = weight_map.grid
+    loads = {False: [0] * grid.replicas, True: [0] * dist.get_world_size(grid.groups.expt_dp)}
     for weight, parameter in weight_map.local():
         if not weight_map.is_counted(weight):
             continue  # another rank of this replica writes it
         of_expert = weight.expert is not None
-        replica = engine.grid.replica if not of_expert else dist.get_rank(engine.grid.groups.expt_dp)
+        replica = grid.replica if not of_expert else dist.get_rank(grid.groups.expt_dp)
         writer = loads[of_expert].index(min(loads[of_expert]))
         loads[of_expert][writer] += parameter.nbytes
         yield weight, parameter, writer == replica

@@ -54,6 +54,9 @@ EXCLUSIONS = {
         ),
         "scaled rotation": "the class reads config.json; scale the rotation there, in a copy of the model",
     },
+    "not a class of transformers": {
+        "training.shard": "Megatron's layers are split by training.tp, pp and ep; leave out training.shard"
+    },
     "data.curriculum": {
         "data.train_weights": "a curriculum orders the prompts of all files; set one of the two"
     },

@@ -184,6 +184,7 @@ NAMED = {
     CLASS: Feature(
         lambda config: trains_class(config.training.backend, config.model.path),
         "training.backend=transformers",
+        "training.backend=megatron",
     ),
     # Sections
     "agents": Feature(lambda config: config.agents.is_on, "the section agents", "no environment and no tool"),

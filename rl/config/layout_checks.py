@@ -84,6 +84,8 @@ def check_layout(
     if has_delta_nets(hf) and path is None:
         check_recurrent(config)
     train, rollout = role_ranks(config, world_size)
+    if hf.get(MARK):
+        check_shard(config, len(train))
     check_training_grid(config, len(train), hf)
     check_minibatch(config, len(train))
     if needs_engine(config) and path is None:
@@ -94,6 +96,15 @@ def check_layout(
             hf,
             ("data.max_prompt_tokens", config.data.max_prompt_tokens),
             ("rollout.max_response_tokens", config.rollout.max_response_tokens),
+        )
+
+
+def check_shard(config: Config, world_size: int) -> None:
+    """Raise ConfigError if `training.shard` does not divide the ranks that train."""
+    if config.training.shard and world_size % config.training.shard:
+        raise ConfigError(
+            f"training.shard={config.training.shard} does not divide the {_ranks(world_size)} that train; "
+            f"use {listed(divisors(world_size), 'or')}."
         )
 
 

@@ -51,8 +51,10 @@ Recomputed = Literal["core_attn", "mla_up_proj", "mlp", "moe", "shared_experts",
 class Training:
     backend: Literal["auto", "megatron", "transformers"] = "auto"
     """Layers of the model in training: Megatron's, or those of its class in transformers. auto: Megatron's
-    for the architectures that docs/models.md lists, else the class. Every rank holds a class's weights and
-    gradients whole; master weights and moments are sharded."""
+    for the architectures that docs/models.md lists, else the class."""
+    shard: Annotated[int, NOT_NEGATIVE] = 0
+    """backend=transformers: ranks that together hold one copy of weights, gradients and optimizer state. A
+    layer is whole only while it computes. 0: all ranks of a node."""
     tp: Annotated[int, AT_LEAST_ONE] = 1
     """Tensor parallel size of the training grid."""
     pp: Annotated[int, AT_LEAST_ONE] = 1

@@ -143,7 +143,7 @@ def _estimate(
     has_seconds: bool = True,
 ) -> Estimate:
     check_layouts(config, world_size, models)
-    layout = layout_of(config, world_size)
+    layout = layout_of(config, world_size, hardware.ranks_per_node)
     memory = estimate_memory(config, world_size, models, hardware, points=points)
     refit = None
     if plan and needs_engine(config):

@@ -10,9 +10,11 @@ unfused layers, and glibc keeps a share of the freed memory.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rl.config.features import CLASS, is_on
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config, Optimizer, algorithm_of, needs_engine
 from rl.dry_run.hardware import Hardware
@@ -60,6 +62,8 @@ class Layout:
     """Ranks over which the engine spreads whole experts; 1: each expert is split over `rollout_tp`."""
     sequence_parallel: bool
     vpp: int = 1
+    shard: int = 1
+    """Ranks that share one copy of models that their classes compute (`training.shard`)."""
 
     @property
     def dp(self) -> int:
@@ -69,7 +73,7 @@ class Layout:
     def sharded_over(self) -> int:
         """Number of ranks that hold a weight outside of routed experts, over which its optimizer state is
         sharded."""
-        return self.dp * self.cp
+        return self.dp * self.cp // self.shard
 
     @property
     def expert_dp(self) -> int:
@@ -94,7 +98,7 @@ class Layout:
         """Return the placement of the model's weights in training."""
         return TrainingPlacement(
             self.world_size,
-            self.tp,
+            self.tp * self.shard,
             self.pp,
             model.num_layers,
             ep=self.ep,
@@ -270,19 +274,21 @@ def _gib(number: float) -> str:
     return f"{number / (1 << 30):.1f}"
 
 
-def layout_of(config: Config, world_size: int) -> Layout:
+def layout_of(config: Config, world_size: int, ranks_per_node: int) -> Layout:
     """Return the grids of the config on that number of ranks."""
     t = config.training
     train, rollout = map(len, role_ranks(config, world_size))
     grids = t.tp, t.pp, t.cp, t.ep, t.expert_tp, config.rollout.tp, config.rollout.ep
-    return Layout(world_size, train, rollout, *grids, t.sequence_parallel, vpp=t.vpp)
+    shard = t.shard or math.gcd(train, ranks_per_node) if is_on(config, CLASS) else 1
+    return Layout(world_size, train, rollout, *grids, t.sequence_parallel, vpp=t.vpp, shard=shard)
 
 
 def estimate_memory(
     config: Config, world_size: int, models: Mapping[str, ModelShape], hardware: Hardware, *, points: int = 1
 ) -> MemoryEstimate:
     """Return the memory of a run with a valid layout. points: number of adapters on the same base."""
-    layout, itemsize = layout_of(config, world_size), ITEMSIZE[config.model.dtype]
+    layout = layout_of(config, world_size, hardware.ranks_per_node)
+    itemsize = ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.run.on_training_grid}
     counts, frozen = {}, {}
     for name, model in on_grid.items():
@@ -498,9 +504,24 @@ def _activations(
         head = _head(config, layout, model, tokens, itemsize, is_cpu=hardware.is_cpu)
         if predictor is not None and predictor.run.learns and model.run.name == "policy":
             head = max(head, _prediction(config, layout, predictor, tokens, imbalance, itemsize))
+    if layout.shard > 1:
+        # A whole layer or head in two copies, and its gradient and a float32 copy of it, for the reduction.
+        gathered = (
+            (4 + 2 * itemsize) * largest_layer(model),
+            2 * itemsize * _head_rows(layout, model) * hidden,
+        )
+        working, head = working + gathered[0], head + gathered[1]
     if head > working:
         return saved * in_flight, head
     return saved * in_flight + working, 0.0
+
+
+def largest_layer(model: ModelShape) -> int:
+    """Return the number of parameters of the largest layer."""
+    layers = Counter[int | None]()
+    for part in model.parts:
+        layers[part.weight.layer] += part.elements
+    return max(count for layer, count in layers.items() if layer is not None)
 
 
 def layer_elements(

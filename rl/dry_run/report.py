@@ -80,6 +80,8 @@ def _head(estimate: Estimate) -> str:
     nodes = -(-layout.num_ranks // hardware.ranks_per_node)
     grid = f"tp {layout.tp} x pp {layout.pp}{f' in {layout.vpp} chunks' if layout.vpp > 1 else ''}"
     grid += f"{f' x cp {layout.cp}' if layout.cp > 1 else ''} x dp {layout.dp}"
+    if layout.shard > 1:
+        grid += f"; each copy of the weights on {layout.shard} ranks"
     if estimate.models["policy"].num_experts:
         grid += f"; experts: ep {layout.ep} x etp {layout.etp} x dp {layout.expert_dp}"
     lines = [

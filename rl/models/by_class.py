@@ -1,18 +1,19 @@
 """A causal language model that is described by its class in transformers instead of a file of this package.
 
-It serves runs with `training.backend=transformers` (`described` marks their configs). The training engine
-then holds the class's own parameters, whole on every rank. vLLM joins some of them; the names below are those
-of its decoders, and the first refit compares them with what vLLM's loader does (`rl.refit.refit`).
+It serves runs with `training.backend=transformers` (`described` marks their configs). Each rank of the
+training engine then holds rows of the class's own parameters (`training.shard`). vLLM joins some of them; the
+names below are those of its decoders, and the first refit compares them with what vLLM's loader does
+(`rl.refit.refit`).
 """
 
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rl.models.layout import REPLICATED, ROW, VOCAB, Cut, PieceFunction, Weight, rows_at, whole_of
+from rl.models.layout import ROW, VOCAB, Cut, Piece, PieceFunction, Weight, rows_at, whole_of
 from rl.models.sizes import head_dim, num_kv_heads
 
 if TYPE_CHECKING:
@@ -37,6 +38,18 @@ JOINED = {
 """Layer in transformers -> the layer of vLLM's decoders that it is a part of, and which part."""
 NOT_SUPPORTED = "not supported by training.backend=transformers"
 SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
+
+
+def _rows(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank: int) -> list[Piece]:
+    """Give each training rank an equal number of rows, of which the last ranks may have fewer or none."""
+    [name], [shape] = names, shapes
+    size = -(-shape[0] // tp)
+    start, stop = min(rank * size, shape[0]), min((rank + 1) * size, shape[0])
+    return [rows_at(name, shape, start, stop, 0)] if start < stop else []
+
+
+ROWS = Cut(_rows, whole_of)
+"""Rows on each of the training ranks that share a copy; whole on each rank of the engine."""
 
 
 def described(hf: dict) -> dict:
@@ -160,7 +173,7 @@ def weights(hf: dict) -> list[Weight]:
             out.append(Weight(**fields, cut=VOCAB, first_stage=first, tied_to_head=first and is_tied))
             continue
         if layer is None:
-            out.append(Weight(**fields, cut=REPLICATED))
+            out.append(Weight(**fields, cut=ROWS))
             continue
         fields["megatron"] = f"{MODULE}{name[: layer.start(1)]}{{layer}}{name[layer.end(1) :]}"
         fields["vllm"], cut = _in_engine(hf, name, found)
@@ -172,15 +185,15 @@ def _in_engine(hf: dict, name: str, found: dict) -> tuple[str, Cut]:
     """Return the name of a layer's parameter in vLLM, and its cut."""
     *path, module, kind = name.split(".")
     if module in SPLIT_BY_COLUMNS and kind == "weight":
-        return name, Cut(whole_of, ROW.vllm, split=False)
+        return name, Cut(_rows, ROW.vllm)
     joined, number = JOINED.get(module, ("", 0))
     parts = [part for part, (layer, _) in JOINED.items() if layer == joined]
     shapes = [found[whole].shape for part in parts if (whole := ".".join((*path, part, kind))) in found]
     if not joined or len(shapes) < len(parts):
-        return name, REPLICATED
+        return name, ROWS
     rows = tuple(shape[0] for shape in shapes)
     groups = num_kv_heads(hf) if joined == "qkv_proj" else 0
-    return ".".join((*path, joined, kind)), Cut(whole_of, _part(rows, number, groups), split=False)
+    return ".".join((*path, joined, kind)), Cut(_rows, _part(rows, number, groups))
 
 
 @functools.cache

@@ -1,10 +1,14 @@
 """Set-up of a run: its imports, its processes for rewards, its models and its phases."""
 
 import json
+import socket
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from math import gcd
 
 from rl.config import wing
+from rl.config.features import CLASS, is_on
 from rl.config.schema import Config, needs_reward
 from rl.data.prompts import end_token_ids
 from rl.engines.engines import Engines, build_engines, finish_imports
@@ -24,6 +28,7 @@ from rl.run.samplers import sampler_form
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes
 from rl.runtime import start_up, tracing
+from rl.runtime.collectives import gather_objects
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group
@@ -120,15 +125,11 @@ def make_step(
 
 def make_grid(config: Config, device: Device) -> Grid:
     """Return the grid of the ranks that train. Collective over the world."""
-    layout = config.training
+    layout, etp = config.training, config.training.expert_tp
+    if is_on(config, CLASS):
+        etp = layout.shard or gcd(*Counter(gather_objects(socket.gethostname())).values())
     grid = build_grid(
-        tp=layout.tp,
-        pp=layout.pp,
-        cp=layout.cp,
-        ep=layout.ep,
-        etp=layout.expert_tp,
-        vpp=layout.vpp,
-        seed=config.run.seed,
+        tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=etp, vpp=layout.vpp, seed=config.run.seed
     )
     warm_up(device)
     start_up.mark("groups")

@@ -98,7 +98,8 @@ class TrainingEngine:
         """Parts of the model on this rank, in the order of their layers: several with `training.vpp`."""
         self.model = model = self.chunks[0] if grid.vpp == 1 else torch.nn.ModuleList(self.chunks)
         self.shares_prompts = training.shared_prefix and can_share(device.torch, dtype)
-        self.weight_map = WeightMap(hf, self._weights(hf), grid, model, dtype=dtype, device=device.torch)
+        holders = self.parts.weight_grid(grid)
+        self.weight_map = WeightMap(hf, self._weights(hf), holders, model, dtype=dtype, device=device.torch)
         mark_split_weights(self.weight_map)
         with fail_together():  # each rank reads its own part of the files
             if not any(part.load(self.weight_map) for part in self.parts):

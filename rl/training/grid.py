@@ -3,7 +3,8 @@
 `rl.models.placement` defines the order of the ranks.
 """
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,6 +58,17 @@ class Grid:
     def replica(self) -> int:
         """Number of this rank among the `replicas` that hold the same weights, 0 to replicas - 1."""
         return self.dp_rank if self.context is None else self.dp_rank * self.cp + self.context.rank
+
+    def with_shards(self) -> "Grid":
+        """Return the grid of the weights of a model that its class computes (`training.shard`).
+
+        Every rank of it has its own samples, but `etp` ranks share a copy of all weights: they take the place
+        of tensor parallel ranks.
+        """
+        groups = copy.copy(self.groups)
+        groups.tp, groups.dp_cp = groups.expt_tp, groups.expt_dp
+        place = dict(tp=self.etp, tp_rank=self.etp_rank, dp_rank=groups.expt_dp.rank())
+        return replace(self, groups=groups, dp=groups.expt_dp.size(), **place)
 
     @property
     def is_first_stage(self) -> bool:

@@ -59,6 +59,10 @@ class TrainerPart:
         """
         return None
 
+    def weight_grid(self, grid: Grid) -> Grid:
+        """Return the grid of the ranks that hold the model's weights. grid: that of their samples."""
+        return grid
+
     def extend(self, hf: dict, chunks: list["Packed"]) -> None:
         """Add modules to this rank's chunks of the model, before its weights are read. Not collective.
 
@@ -222,6 +226,12 @@ class TrainerParts(tuple[TrainerPart, ...]):
     def models(self) -> dict[str, "TrainingEngine"]:
         """Return the models that belong to this model, by their name in checkpoints."""
         return {name: model for part in self for name, model in part.models().items()}
+
+    def weight_grid(self, grid: Grid) -> Grid:
+        """Return the grid of the ranks that hold the model's weights. grid: that of their samples."""
+        for part in self:
+            grid = part.weight_grid(grid)
+        return grid
 
     def served_map(self, weight_map: WeightMap) -> WeightMap:
         """Return the weights that a generation engine holds. weight_map: the model's weights."""

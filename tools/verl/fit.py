@@ -47,7 +47,9 @@ def fitted(
     notes = [f"{key}={value}: the model has fewer key/value heads." for key, value in divided.items()]
     memory = estimate_memory(config, world_size, models, hardware)
     if needs_engine(config):
-        refit = plan_refit(config, layout_of(config, world_size), models["policy"], hardware)
+        refit = plan_refit(
+            config, layout_of(config, world_size, hardware.ranks_per_node), models["policy"], hardware
+        )
         memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
     if not memory.problems():
         return divided, notes

@@ -13,6 +13,7 @@ from transformers.initialization import no_init_weights
 
 from rl.config.schema import Training
 from rl.features.transformers_backend.attention import NAME
+from rl.features.transformers_backend.shards import Shards
 from rl.models import by_class
 from rl.models.layout import padded_vocab, vocab_multiple
 from rl.training.attention import PackedRow
@@ -40,10 +41,12 @@ class ClassPolicy(MegatronModule):
         for key, value in config.to_dict().items():
             if re.search("dropout|pdrop", key) and isinstance(value, float):
                 setattr(config, key, 0.0)
-        with no_init_weights():
+        with no_init_weights():  # the memory of weights that are never written is not taken
             model = by_class.model_class(hf)._from_config(config, attn_implementation=NAME, dtype=dtype)
         model.tie_weights()
-        _pad_vocabulary(model, hf["vocab_size"])
+        weights = grid.with_shards()
+        _pad_vocabulary(model, padded_vocab(hf["vocab_size"], vocab_multiple(weights.tp)))
+        self.shards = Shards(model, weights.groups.tp)
         if training.recompute == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         # vLLM decorates the classes of transformers that it serves itself, also for this model.
@@ -62,8 +65,8 @@ class ClassPolicy(MegatronModule):
 
     @property
     def head_weight(self) -> Tensor:
-        """The rows of the head, [Vpad, H]."""
-        weight: Tensor = self.language_model.get_output_embeddings().weight
+        """The rows of the head, [Vpad, H]. Collective over the ranks of a copy, as its backward pass."""
+        [weight] = self.shards.whole_of(self.language_model.get_output_embeddings())
         return weight
 
     def set_input_tensor(self, input_tensor: Any) -> None:
@@ -79,19 +82,19 @@ class ClassPolicy(MegatronModule):
     def run(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
         """Run the forward pass of one packed micro-batch; return the `outputs`, float32 [R] each."""
         row = PackedRow(attention=micro.attention, position_ids=micro.position_ids)
-        hidden = select_rows(self.hidden(micro.tokens, row), micro.predict_at)
-        request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.extras)
-        options = dict(vocab_size=self.real_vocab_size, group=self.group, chunk=self.chunk)
-        return policy_outputs(self.outputs, self.head, hidden, self.head_weight, request, **options)
+        with self.shards.released():
+            hidden = select_rows(self.hidden(micro.tokens, row), micro.predict_at)
+            request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.extras)
+            options = dict(vocab_size=self.real_vocab_size, group=self.group, chunk=self.chunk)
+            return policy_outputs(self.outputs, self.head, hidden, self.head_weight, request, **options)
 
 
 def _pad_vocabulary(model: Any, rows: int) -> None:
-    """Pad embedding and head as Megatron's, so that the layouts of `rl.models` hold."""
+    """Pad embedding and head to this number of rows, so that the layouts of `rl.models` hold."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = embedding.weight is head.weight
     for layer in (embedding, head):
-        padded = layer.weight.new_empty(padded_vocab(rows, vocab_multiple(1)), layer.weight.shape[1])
-        layer.weight = torch.nn.Parameter(padded)
+        layer.weight = torch.nn.Parameter(layer.weight.new_empty(rows, layer.weight.shape[1]))
     if is_tied:
         head.weight = embedding.weight
     embedding.padding_idx = None  # its row would not learn, but a policy may sample this token
@@ -130,6 +133,6 @@ def capped_logprobs(
         }
         return torch.stack([found[name]() for name in outputs])
 
-    starts = range(0, len(targets), chunk)
+    starts = range(0, max(1, len(targets)), chunk)  # a row without responses has a backward pass too
     parts = [checkpoint(of, hidden[s : s + chunk], weight, s, use_reentrant=False) for s in starts]
-    return tuple(torch.cat(parts, 1)) if parts else tuple(hidden.new_zeros(len(outputs), 0).float())
+    return tuple(torch.cat(parts, 1))

@@ -35,15 +35,19 @@ class ByClass(TrainerPart):
     def build(self, spec: ModelSpec, training: Training, dtype: torch.dtype, grid: Grid) -> list[Any] | None:
         return [ClassPolicy(spec.hf, training, dtype, grid)]
 
+    def weight_grid(self, grid: Grid) -> Grid:
+        return grid.with_shards()
+
     def attach(self, engine: "TrainingEngine") -> None:
         model: Any = engine.model
         engine.shares_prompts &= not model.caps_scores
         with fail_together():
             check_rows(model, engine.device.torch, share=engine.shares_prompts)
         log.info(
-            "training.backend=transformers: the model trains as its class %s, and every rank holds its "
-            "weights and gradients whole",
+            "training.backend=transformers: the model trains as its class %s; %d ranks hold each copy of its "
+            "weights, gradients and optimizer state",
             engine.spec.hf["architectures"][0],
+            engine.grid.etp,
         )
 
 

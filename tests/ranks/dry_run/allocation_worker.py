@@ -2,6 +2,7 @@
 
     allocation_worker.py CHECKPOINT DTYPE LAYOUT [LAYOUT ...]   LAYOUT is TPxPPxEP[+lora], [+mtp] or [+tower],
                                                                or TPxPPxEP+MOMENTS[+HOST_SHARE]
+                                                               or TPxPPxEP+shardN, a class of transformers
 
 With mtp the head for multi-token prediction is measured instead of the model; tower is a frozen one.
 
@@ -15,8 +16,9 @@ from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
 from rl.features.adapters.adapter import Adapters
 from rl.features.drafts.mtp import MtpPart
+from rl.features.transformers_backend.part import ByClass
 from rl.features.vision.tower import VisionTower
-from rl.models import read_hf_config
+from rl.models import by_class, read_hf_config
 from rl.runtime.ranks import discover
 from rl.runtime.session import session
 from rl.training.engine import TrainingEngine
@@ -32,12 +34,15 @@ def optimizer_of(moments: str = "float32", share: str = "0") -> Optimizer:
 def allocated(checkpoint: str, dtype: str, layout: str, device) -> dict:
     sizes, *options = layout.split("+")
     has_adapters, is_head, sees = (options == [name] for name in ("lora", "mtp", "tower"))
+    shard = int(options.pop().removeprefix("shard")) if "shard" in layout else 0
     adam = Optimizer(lr=1e-3) if has_adapters or is_head or sees else optimizer_of(*options)
     tp, pp, ep = map(int, sizes.split("x"))
     training = Training(tp=tp, pp=pp, ep=ep)
-    grid = new_grid(tp, pp, ep, training.expert_tp)
-    spec = ModelSpec(checkpoint, read_hf_config(checkpoint), dtype, optimizer=adam)
+    grid = new_grid(tp, pp, ep, shard or training.expert_tp)
+    hf = read_hf_config(checkpoint)
+    spec = ModelSpec(checkpoint, by_class.described(hf) if shard else hf, dtype, optimizer=adam)
     parts = [Adapters(Adapter(kind="lora", rank=4), seed=0)] if has_adapters else []
+    parts += [ByClass()] if shard else []
     parts += [MtpPart(training, lr=1e-3, is_served=False)] if is_head else []
     parts += [VisionTower(learns=False)] if sees else []
     engine = TrainingEngine(spec, training, grid, device, parts)

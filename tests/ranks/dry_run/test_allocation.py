@@ -11,7 +11,7 @@ from rl.dry_run.images import without_frozen_tower
 from rl.dry_run.memory import Layout, model_state
 from rl.dry_run.parameters import count_stages, group_parts
 from rl.dry_run.shape import ModelShape
-from rl.models import architecture, mtp, read_hf_config
+from rl.models import architecture, by_class, mtp, read_hf_config
 from rl.models.adapters import adapters as adapters_of
 from tests.checkpoints import save_tiny
 from tests.ranks.dry_run.allocation_worker import optimizer_of
@@ -40,6 +40,11 @@ CASES = {
         "bfloat16",
         ["1x2x2", "2x1x2", "2x2x1", "2x1x2+lora"],
     ),
+    "a class of transformers": (
+        lambda at: save_tiny("Gemma2ForCausalLM", at, seed=0, tie=True),
+        "bfloat16",
+        ["1x1x1+shard1", "1x1x1+shard2", "1x1x1+shard4"],
+    ),
     "latent attention": (
         lambda at: save_tiny("DeepseekV3ForCausalLM", at, seed=0, num_nextn_predict_layers=1),
         "bfloat16",
@@ -53,7 +58,7 @@ CASES = {
 }
 
 
-DEFAULT = ("dense, tied", "experts", "smaller optimizers")
+DEFAULT = ("dense, tied", "experts", "smaller optimizers", "a class of transformers")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +68,7 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     save, dtype, layouts = CASES[case]
     checkpoint = save(tmp_path / "model")
     hf = read_hf_config(checkpoint)
+    hf = by_class.described(hf) if case == "a class of transformers" else hf
     weights = architecture(hf).weights(hf)
     model = ModelShape(
         RunModel("policy", "model.path", "", ""), hf, tuple(weights), tuple(group_parts(weights))
@@ -75,12 +81,24 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
     for number, text in enumerate(layouts):
         sizes, *options = text.split("+")
         adapters, is_head, sees = (options == [name] for name in ("lora", "mtp", "tower"))
+        shard = int(options.pop().removeprefix("shard")) if "shard" in text else 1
         adam = Optimizer() if adapters or is_head or sees else optimizer_of(*options)
         per_parameter = (4 if itemsize == 2 else 0) + (4 if adam.moments == "bfloat16" else 8)
         tp, pp, ep = map(int, sizes.split("x"))
         etp = 1 if ep > 1 else tp
         layout = Layout(
-            WORLD, WORLD, WORLD, tp, pp, 1, ep, etp, rollout_tp=1, rollout_ep=1, sequence_parallel=True
+            WORLD,
+            WORLD,
+            WORLD,
+            tp,
+            pp,
+            1,
+            ep,
+            etp,
+            rollout_tp=1,
+            rollout_ep=1,
+            sequence_parallel=True,
+            shard=shard,
         )
         parts, frozen = without_frozen_tower(Config(), model)
         parts = group_parts(mtp.weights(hf)) if is_head else parts
@@ -118,7 +136,7 @@ def test_counted_bytes_are_allocated_bytes(tmp_path, case):
         # padding.
         for stage in range(pp):
             shared = sum(learned[stage].shared) + learned[stage].tied
-            held = shared * layout.tp + sum(learned[stage].experts) * layout.etp * layout.ep
+            held = shared * layout.tp * shard + sum(learned[stage].experts) * layout.etp * layout.ep
             assert (
                 sum(real["optimizer"] + real["in host"] for real in found if real["stage"] == stage)
                 == per_parameter * held

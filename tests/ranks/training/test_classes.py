@@ -15,7 +15,8 @@ from tests.ranks.training.test_parity import (
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "class_worker.py"
-LAYOUTS = ["1x1x1"]
+LAYOUTS = ["1x1x1x1", "1x1x1x2"]
+"""The last number: ranks that share a copy of the weights."""
 CASES = {
     "a family that Megatron trains too": ("LlamaForCausalLM", False, 1),
     "windows, capped scores and logits": ("Gemma2ForCausalLM", True, 1),

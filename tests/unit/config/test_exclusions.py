@@ -17,6 +17,8 @@ TRUNCATE = "rollout_correction.truncate_tokens=2"
 EXAMPLES = {
     "data.image_key": "data.image_key=images",
     "a class of transformers": "training.backend=transformers",
+    "not a class of transformers": "training.backend=megatron",
+    "training.shard": "training.shard=2",
     "training.tp": "training.tp=2",
     "training.pp": "training.pp=2",
     "training.etp": "training.etp=2",
