@@ -15,7 +15,7 @@ import logging
 import math
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar, cast
@@ -136,7 +136,7 @@ class CheckpointStore:
             save.start(self._snapshot.take(shards))
             self._save = save
         else:
-            save.write(shards)
+            save.write(shards, self._snapshot.in_turn(shards))
             self._complete(save)
 
     @property
@@ -431,14 +431,15 @@ class _Save:
     written: Written | None = None
     problem: str | None = None
 
-    def write(self, shards: Sequence[Shard]) -> None:
+    def write(self, shards: Sequence[Shard], copies: Iterable[Shard] | None = None) -> None:
         """Write this rank's file. Not collective, because it may run in a thread.
 
-        The commit reports a failure to all ranks.
+        The commit reports a failure to all ranks. copies: as in `write_shards`.
         """
         try:
             with tracing.span("write the checkpoint", step=self.step):
-                self.written = write_shards(self.partial / on_disk.rank_file(dist.get_rank()), shards)
+                path = self.partial / on_disk.rank_file(dist.get_rank())
+                self.written = write_shards(path, shards, copies)
         except OSError as error:
             self.problem = _in_words(error)
 

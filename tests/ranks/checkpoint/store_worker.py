@@ -205,7 +205,7 @@ def faults(device: Device, model: str, directory: str, other_model: str, small_d
 
     store = store_of(f"{directory}/background", background=True)
     moved = threading.Event()
-    store_module.write_shards = lambda path, shards: moved.wait() and write_shards(path, shards)
+    store_module.write_shards = lambda path, *shards: moved.wait() and write_shards(path, *shards)
     store.save(3, models, {"place": 3})
     update(trainer, batch)  # must not affect the checkpoint that is being written
     moved.set()
