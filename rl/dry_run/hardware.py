@@ -83,7 +83,10 @@ class Hardware:
     """a weight in a refit that moves them one by one, ms (NeMo-RL #3166: 16 to 19 s for 30B in 128 experts);
     this program's refit moves planned batches"""
     reserve_gib: float = 4.0
-    """GiB of a GPU for CUDA context, NCCL, libraries' workspaces, CUDA graphs and fragmentation"""
+    """GiB of a GPU for CUDA context, libraries' workspaces, CUDA graphs and fragmentation"""
+    communicator_gib: float = 1.0
+    """GiB of a GPU for each NCCL communicator, not measured yet (NCCL #964: 0.5 to 0.7; vLLM #51485: 1; verl
+    #6266 and #6408: 7 dense, 9.5 with experts, for all of Megatron's on 8 H100)"""
     process_gib: float = 0.9
     """GiB of a rank on CPUs for torch, vLLM, Megatron and transformers, measured on Linux with glibc 2.36"""
     expert_imbalance: float = 1.5

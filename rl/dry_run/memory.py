@@ -2,8 +2,8 @@
 
 Weights, gradients and optimizer state are exact (tests/ranks/dry_run). Activations are estimated from the
 widths of the layers: the elements that the backward pass of packed rows needs, in the model's dtype.
-`Hardware.reserve` covers the rest. Under sequence parallelism a tensor parallel rank keeps T/tp of the T
-tokens of a micro-batch between the tensor parallel regions.
+`Hardware` has figures for NCCL's communicators and for the rest. Under sequence parallelism a tensor parallel
+rank keeps T/tp of the T tokens of a micro-batch between the tensor parallel regions.
 
 Ranks on CPUs keep all models and the engine's weights in all phases. Their activations are those of
 unfused layers, and glibc keeps a share of the freed memory.
@@ -25,8 +25,8 @@ from rl.dry_run.shape import DRAFTERS, ModelShape
 from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
-from rl.models.placement import RolloutPlacement, TrainingPlacement, chunk_ranges
-from rl.models.sizes import ffn_width, layer_kinds, num_kv_heads
+from rl.models.placement import RolloutPlacement, TrainingPlacement, chunk_ranges, num_step_groups
+from rl.models.sizes import ffn_width, is_tied, layer_kinds, num_kv_heads
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384
@@ -192,6 +192,8 @@ class MemoryEstimate:
     refit_buffers: float
     connections: float
     """NCCL's buffers for a refit's messages, in bytes, in all phases."""
+    communicators: int
+    """Number of NCCL communicators of a rank, which take memory in all phases."""
     offload: str
     """`training.offload`: what is moved to the host during generation (none, optimizer or all)."""
     reference: int
@@ -214,6 +216,11 @@ class MemoryEstimate:
         """Host memory of a rank for the optimizer's share there, in bytes."""
         return max(sum(state.in_host for state in stage.states.values()) for stage in self.stages)
 
+    @property
+    def in_communicators(self) -> float:
+        """Bytes of a rank's NCCL communicators."""
+        return self.communicators * self.hardware.communicator_gib * (1 << 30)
+
     def stays(self, phase: str, state: State) -> State:
         """Return the part of a model's state that is on the GPU in a phase; weights always in a refit."""
         if self.is_split and phase == "generation":
@@ -233,7 +240,7 @@ class MemoryEstimate:
     def at(self, phase: str, stage: StageMemory) -> float:
         """Return the bytes on a rank of the stage in a phase."""
         states = sum(self.stays(phase, state).total for state in stage.states.values())
-        stays = states + self.judge + self.connections + self.hardware.reserve
+        stays = states + self.judge + self.connections + self.in_communicators + self.hardware.reserve
         if self.hardware.is_cpu:
             stays += self.away + self.reference + self.optimizer_in_host + self.idle_engine(phase)
         if phase == "training" or self.engine is None:
@@ -345,11 +352,30 @@ def estimate_memory(
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
         refit_buffers=config.refit.buffer_mib << 20,
         connections=0,
+        communicators=0 if hardware.is_cpu else num_communicators(config, layout, models),
         offload=auto if config.training.offload == "auto" else config.training.offload,
         reference=points * sum(itemsize * count.parameters for count in references),
         is_split=layout.is_split,
         hardware=hardware,
     )
+
+
+def num_communicators(config: Config, layout: Layout, models: Mapping[str, ModelShape]) -> int:
+    """Return the number of NCCL communicators of a rank: a training step's, and those of vLLM's groups."""
+    on_grid = [model for model in models.values() if model.run.on_training_grid]
+    trained = num_step_groups(
+        layout.world_size,
+        **dict(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=layout.etp),
+        has_experts=any(model.num_experts for model in on_grid),
+        ties_embedding=any(is_tied(model.hf) for model in on_grid),
+    )
+    if not needs_engine(config):
+        return trained
+    sizes = [layout.rollout_tp]
+    if models["policy"].num_experts:  # vLLM's groups ep and dp
+        sizes += [max(layout.rollout_tp, layout.rollout_ep), layout.rollout_sharing]
+    served = sum(size > 1 for size in sizes)
+    return max(trained, 1 + served) if layout.is_split else trained + served
 
 
 def linear_parts(model: ModelShape) -> list[CountedWeight]:

@@ -161,6 +161,8 @@ def _memory(estimate: Estimate) -> str:
         rows.append(["refit buffers", *_gib([0.0, memory.refit_buffers, 0.0])])
     if memory.connections:
         rows.append(["refit: NCCL", *_gib([memory.connections] * len(phases))])
+    if memory.communicators:
+        rows.append(["NCCL communicators", *_gib([memory.in_communicators] * len(phases))])
     if memory.judge:
         rows.append(["judge", *_gib([memory.judge] * len(phases))])
     rows.append(["reserve", *_gib([memory.hardware.reserve] * len(phases))])
@@ -240,7 +242,9 @@ def _work(estimate: Estimate) -> str:
         f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of "
         f"HBM x {hardware.hbm_share:g}, links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x "
         f"{hardware.link_share:g}, busiest experts x {hardware.expert_imbalance:g}, "
-        f"{hardware.reserve_gib:g} GiB in reserve; see --dry-run --help",
+        f"{hardware.reserve_gib:g} GiB in reserve and {hardware.communicator_gib:g} for each of "
+        f"{estimate.memory.communicators} NCCL communicators (public figures, not measured here); see "
+        "--dry-run --help",
     ]
     return "\n".join(lines)
 

@@ -40,6 +40,20 @@ def context_ranks(world_size: int, *, tp: int, cp: int) -> np.ndarray:
     return np.arange(world_size).reshape(-1, cp, tp).swapaxes(1, 2).reshape(-1, cp)
 
 
+def num_step_groups(
+    world_size: int, *, tp: int, pp: int, cp: int, ep: int, etp: int, has_experts: bool, ties_embedding: bool
+) -> int:
+    """Return the number of process groups of several ranks on which a rank communicates in a training step.
+
+    These are the world and `rl.training.grid.Grid.step_groups`. For example, 8 ranks with tp=2 have 4: the
+    world, tensor parallel, data parallel, and the world again for the norm of the gradients.
+    """
+    sizes = [world_size, world_size, tp, pp, cp, world_size // (tp * pp)]
+    if has_experts:
+        sizes += [ep, etp, etp * ep, world_size // (etp * ep * pp)]
+    return sum(size > 1 for size in sizes) + (ties_embedding and pp > 1)
+
+
 class Place(NamedTuple):
     """The part of a grid that holds a weight. The same ranks hold all weights of one place."""
 

@@ -18,6 +18,7 @@ from rl.engines.rollout_engines import frozen_engines
 from rl.faults.agreement import PhaseAgreement, fail_together
 from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
+from rl.models.sizes import is_tied, num_experts
 from rl.phases.draw import Draw
 from rl.phases.phases import Phases
 from rl.phases.sampler import Sampler
@@ -73,7 +74,7 @@ class SetUp:
         fence = partial(check_lock, self._watchdog.lock)
         step = make_step(config, device, self._watchdog, progress, fence)
         self._engines = engines = build_engines(
-            config, inputs, make_grid(config, device), device, generate=not self._is_finished
+            config, inputs, make_grid(config, inputs, device), device, generate=not self._is_finished
         )
         self._form.plan_weights(engines)
         limit_collectives(config.watchdog.limits)
@@ -123,14 +124,20 @@ def make_step(
     return StepRecord(device=device, progress=progress, watchdog=watchdog, agreement=agreement, fence=fence)
 
 
-def make_grid(config: Config, device: Device) -> Grid:
-    """Return the grid of the ranks that train. Collective over the world."""
+def make_grid(config: Config, inputs: Inputs, device: Device) -> Grid:
+    """Return the grid of the ranks that train, after the first collective of each group that a step uses.
+
+    Collective over the world.
+    """
     layout, etp = config.training, config.training.expert_tp
-    if is_on(config, CLASS):
+    models = [files.hf for files in inputs.models.values()]
+    if shards := is_on(config, CLASS):
         etp = layout.shard or gcd(*Counter(gather_objects(socket.gethostname())).values())
     grid = build_grid(
         tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=etp, vpp=layout.vpp, seed=config.run.seed
     )
-    warm_up(device)
+    # The shards of a class of transformers are on the groups of experts.
+    has_experts = shards or any(map(num_experts, models))
+    warm_up(device, grid.step_groups(has_experts=has_experts, ties_embedding=any(map(is_tied, models))))
     start_up.mark("groups")
     return grid

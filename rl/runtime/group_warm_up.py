@@ -4,6 +4,7 @@
 """
 
 import datetime
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.distributed import distributed_c10d
 
 from rl.config.limits import PhaseLimits
 from rl.runtime.device import Device
+from rl.runtime.session import control_group
 
 MARGIN_S = 120.0
 """Margin of the collectives' time limit above the longest phase, in seconds. The watchdog thus acts first."""
@@ -21,15 +23,17 @@ def groups_here() -> list[dist.ProcessGroup]:
     return list(distributed_c10d._world.pg_map)
 
 
-def warm_up(device: Device) -> int:
-    """Run a small collective in every group of several ranks; return their number. Collective over the world.
+def warm_up(device: Device, groups: Iterable[dist.ProcessGroup] = ()) -> int:
+    """Run a small collective in the world, the control group and `groups`; return the number of collectives.
 
-    NCCL allocates a group's connections and buffers in the group's first collective. If the memory is full by
-    then, this collective fails or hangs. Engines warm up the groups that they make themselves.
+    NCCL allocates a group's connections and buffers, about 1 GiB, in the group's first collective. If the
+    memory is full by then, this collective fails or hangs. Therefore `groups` are those on which a step
+    communicates; other groups take no memory. Engines warm up the groups that they make themselves.
+    Collective over the world.
     """
     warmed = 0
-    for group in groups_here():
-        if group.size() == 1:
+    for group in (dist.group.WORLD, control_group(), *groups):
+        if group is None or group.size() == 1:
             continue
         for kind in group._device_types:
             if kind.type in ("cpu", device.torch.type):

@@ -7,7 +7,6 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -83,6 +82,24 @@ class Grid:
         """The number of micro-batches of a pass must be a multiple of this (`rl.training.interleaved`)."""
         return self.pp if self.vpp > 1 else 1
 
+    def step_groups(self, *, has_experts: bool, ties_embedding: bool) -> list[dist.ProcessGroup]:
+        """Return the groups on which a step communicates, besides the world and the control group.
+
+        Megatron also makes groups on which no step communicates; several have the same ranks. The arguments
+        are true if they are true of any model on the grid. `rl.models.placement.num_step_groups` counts the
+        groups of several ranks.
+        """
+        groups = self.groups
+        # The last is for the norm of the gradients.
+        found = [groups.tp, groups.pp, groups.dp_cp, groups.intra_dist_opt]
+        if has_experts:
+            found += [groups.ep, groups.expt_tp, groups.tp_ep, groups.expt_dp]
+        if ties_embedding and self.pp > 1:
+            found.append(groups.embd)  # None on ranks without an embedding
+        if self.context is not None:
+            found.append(self.context.group)
+        return [group for group in found if group is not None]
+
     @property
     def reports_results(self) -> bool:
         """Whether this rank reports results for its data parallel replica.
@@ -104,7 +121,7 @@ def build_grid(
         virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
-        create_gloo_process_groups=torch.cuda.is_available(),  # on CPU all groups use gloo
+        create_gloo_process_groups=False,
     )
     model_parallel_cuda_manual_seed(seed)
     replica = parallel_state.get_data_parallel_rank()

@@ -46,7 +46,7 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=torch.cuda.is_available())
+    optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     if adam.moments != "float32" or adam.host_share:
         _replace_adam(optimizer, adam)
     return optimizer

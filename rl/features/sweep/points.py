@@ -308,7 +308,7 @@ def _build_engines(points: list[SweepPoint], device: Device) -> list[Engines]:
     The points share all models of the first point except the policies, and the policies share its base
     weights. One engine generates with the adapters of all points.
     """
-    grid, first = make_grid(points[0].config, device), points[0]
+    grid, first = make_grid(points[0].config, points[0].inputs, device), points[0]
     adapters = [point.config.adapter for point in points]
     engines = build_engines(first.config, first.inputs, grid, device, generate=True, adapters=adapters)
     found = [engines]

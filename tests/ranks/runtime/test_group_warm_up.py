@@ -19,7 +19,10 @@ PROGRAM = """
         rank = dist.get_rank()
         pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
         alone = [dist.new_group([r]) for r in range(3)]
-        found = {"members": len(groups.groups_here()), "warmed": groups.warm_up(device)}
+        own = [group for group in pairs if rank in dist.get_process_group_ranks(group)]
+        unused = dist.new_group(list(range(3)))
+        found = {"members": len(groups.groups_here()), "warmed": groups.warm_up(device, [*own, alone[rank]])}
+        found["unused"] = unused._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
         groups.MARGIN_S = 0.5
         limits = {field.name: 0.5 for field in fields(PhaseLimits)} | {"start_up": 900.0}
         groups.limit_collectives(PhaseLimits(**limits))
@@ -42,11 +45,9 @@ PROGRAM = """
 def test_group_warm_up_are_used_once_and_get_a_time_limit(tmp_path):
     found = [json.loads(out) for out in run_ranks(3, PROGRAM, tmp_path)]
     # The default group, the control group and one or two pairs; a group of one rank has nobody to talk to.
-    assert [rank["members"] for rank in found] == [4, 5, 4] and [rank["warmed"] for rank in found] == [
-        3,
-        4,
-        3,
-    ]
+    assert [rank["members"] for rank in found] == [5, 6, 5]
+    assert [rank["warmed"] for rank in found] == [3, 4, 3]
+    assert [rank["unused"] for rank in found] == [0, 0, 0]
     # The phase's 0.5 s and the margin of 0.5 s, not the 900 s of the start-up.
     for name in ("default", "control", "pair"):
         assert "imed out" in found[0][name] and "1000ms" in found[0][name], found[0]

@@ -271,7 +271,7 @@ class TestChanges:
         assert change.world_size == 8 and change.estimate.problems == [] and len(change.values) == 1
 
     def test_more_ranks_are_the_last_resort(self):
-        before = found(GRPO, 8, "training.recompute=full", "rollout.tp=2", gpu_memory_gib=20.0)
+        before = found(GRPO, 8, "training.recompute=full", "rollout.tp=2", gpu_memory_gib=25.0)
         change = cheapest_change(before)
         assert "training needs" in before.problems[0] and change.world_size == 16
 
@@ -343,7 +343,7 @@ class TestCommand:
         assert "refit: NCCL" in out
 
     def test_it_does_not_fit(self, capsys):
-        assert self.run("--world-size", "8", "--gpu-memory-gib", "24", "training.recompute=full") == 2
+        assert self.run("--world-size", "8", "--gpu-memory-gib", "28", "training.recompute=full") == 2
         out = capsys.readouterr().out
         assert "DOES NOT FIT" in out and "cheapest change" in out
 
