@@ -6,6 +6,7 @@ from the changed model.
 """
 
 import re
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ class Start:
 
     def __init__(self, source: str, models: Mapping[str, TrainingEngine]):
         self._source, self._sums = source, total_checksums(models)
+        self.digest = f"{zlib.crc32(repr(sorted(self._sums.items())).encode()):08x}"
+        """Hash of all weights and optimizer states, equal in any layout."""
         self._steps = {name: describe(model)["optimizer_step"] for name, model in models.items()}
 
     def check(self, name: str, model: TrainingEngine) -> None:

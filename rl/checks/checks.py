@@ -55,6 +55,8 @@ SEEDS_OF_CALLS = 16
 class StartState(Protocol):
     """Weights and state at the start of a run (`rl.checkpoint.start`)."""
 
+    digest: str
+
     def check(self, name: str, model: TrainingEngine) -> None: ...
 
 

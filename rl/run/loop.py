@@ -13,6 +13,7 @@ from types import ModuleType
 import torch.distributed as dist
 
 from rl import algorithms
+from rl.checkpoint.contents import weight_sums
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config import wing
 from rl.config.schema import Config, generates_batches
@@ -27,6 +28,7 @@ from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.run_log import RunLog, complete_metrics
 from rl.run.set_up import SetUp
 from rl.run.validation import validate
+from rl.run_directory import digests
 from rl.run_directory.progress import Progress
 from rl.run_directory.status import Status
 from rl.runtime import start_up
@@ -233,15 +235,25 @@ class TrainingLoop:
         phases.step.is_committed = True
         collected = replace(batch)  # learn may replace columns of the batch
         phases.step.batch_tokens = int(batch.prompt_lengths.sum()), int(batch.lengths.sum())
+        learns = len(batch) > 0 and self._config.run.mode != "rollout_only"
         if len(batch):
             if batch.weight_versions is not None:  # pairs from the data have no policy version
                 phases.sampler.check(batch)
-            if self._config.run.mode != "rollout_only":
+            if learns:
                 self._algorithm.learn(phases, batch)
                 phases.step.metrics |= phases.engines.policy.parts.metrics(phases.step.device.torch)
-        self._log.store(collected, batch)
+        self._log.store(collected, batch, self._weight_digests(learns=learns))
         phases.sampler.learned()
         return cursor
+
+    def _weight_digests(self, *, learns: bool) -> dict[str, str | list[float]]:
+        """Return digests of the weights after the step, and of the state from which this process started."""
+        found: dict[str, str | list[float]] = {}
+        if self._phases.step.is_first_of_start and (start := self._phases.checks.start) is not None:
+            found[digests.START] = start.digest
+        if learns:
+            found[digests.WEIGHTS] = weight_sums(self._phases.engines.policy)
+        return found
 
     def _collect(self) -> Batch:
         """Return the batch of the step."""

@@ -2,19 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rl.checkpoint.directory import Saved
 from rl.config.schema import Config, generates_batches, generates_held_out, learns
-from rl.data.batch import Batch
+from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import num_shared
 from rl.data.rendering import warn_of_unlike_prompts
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
 from rl.phases.step_record import StepRecord
-from rl.run_directory import consumed, event_files, rollout_files
+from rl.run_directory import consumed, digests, event_files, rollout_files
 from rl.run_directory.metric_log import FILE_NAME, STEP, MetricLog, keep_lines_up_to, read_records, step_line
 from rl.run_directory.record import record_run, writing
 from rl.run_directory.status import Status
@@ -47,6 +47,7 @@ class RunLog:
         self._max_steps, self._step, self._status = config.run.max_steps, step, status
         self._metrics: MetricLog | None = None
         self._rollouts: RolloutWriter | None = None
+        self._digests: digests.DigestLog | None = None
         self._stores_batches = generates_batches(config)
         resumed = f", resuming after step {last_step}" if last_step else ""
         with fail_together(), writing(config.run.dir):
@@ -55,6 +56,7 @@ class RunLog:
                 if resumes and last_step > self._metrics.last_step:  # killed after the checkpoint, before
                     self._metrics.write(last_step, metrics)
                 self._rollouts = _open_rollouts(config, inputs, step.fence)
+                self._digests = digests.DigestLog(config.run.dir)
         start_up.mark("record")
         step.progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
         if dist.get_rank() == 0 and (shared := num_shared(inputs.prompts, inputs.held_out)):
@@ -65,8 +67,13 @@ class RunLog:
         if dist.get_rank() == 0 and (warning := warn_of_unlike_prompts(inputs.prompts, inputs.held_out)):
             step.progress.line(warning)
 
-    def store(self, collected: Batch, learned: Batch) -> None:
-        """Store the step's samples. collected: a shallow copy of the batch from before `learn`."""
+    def store(self, collected: Batch, learned: Batch, weights: dict[str, Any]) -> None:
+        """Store the step's digests and samples.
+
+        collected: a shallow copy of the batch from before `learn`. weights: digests of the weights, by stage.
+        """
+        if self._digests is not None:
+            self._digests.append(self._step.number, _digests(collected, learned) | weights)
         if self._rollouts is not None and self._stores_batches:
             self._rollouts.write(self._step.number, collected, learned)
 
@@ -93,7 +100,7 @@ class RunLog:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._metrics, self._rollouts):
+        for file in (self._metrics, self._rollouts, self._digests):
             if file is not None:
                 file.close()
 
@@ -118,13 +125,27 @@ def _open_metrics(config: Config, last_step: int, fence: Callable[[], None]) -> 
     is_shown = learns(config) and config.run.mode != "check"
     shown = followers(config, fence) if is_shown else []
     log = MetricLog(config.run.dir, resume_step=last_step or None, followers=shown)
-    if (path := Path(config.run.dir, consumed.FILE_NAME)).exists():
-        keep_lines_up_to(path, last_step or None)
+    for name in (consumed.FILE_NAME, digests.FILE_NAME):
+        if (path := Path(config.run.dir, name)).exists():
+            keep_lines_up_to(path, last_step or None)
     for directory in rollout_files.DIRECTORIES if learns(config) else ():
         rollout_files.remove_after(config.run.dir, last_step or -1, directory)
     event_files.remove_after(config.run.dir, last_step)
     record_run(config, last_step, world_size=job().world_size, start_up_s=start_up.parts)
     return log
+
+
+def _digests(collected: Batch, learned: Batch) -> dict[str, Any]:
+    """Return the digest of each stage of the batch that a step has filled."""
+    from rl.run.rollout_writer import STORED, stored_arrays
+
+    arrays = {
+        STORED[name].stored_as or name: values for name, values in stored_arrays(collected, learned).items()
+    }
+    ids = {"prompts": collected.prompt_ids, "tokens": collected.response_ids}
+    found: dict[str, Any] = {stage: f"{fingerprint(values):016x}" for stage, values in ids.items()}
+    filled = {stage: arrays[column] for stage, column in digests.STAGES.items() if column in arrays}
+    return found | {stage: digests.digest_of(values) for stage, values in filled.items()}
 
 
 def _open_rollouts(config: Config, inputs: Inputs, fence: Callable[[], None]) -> "RolloutWriter | None":

@@ -1,7 +1,8 @@
 """Where do two runs part? The first step and stage at which what they have stored differs.
 
-Reads what every run stores: the samples of its steps (`logging.rollouts`), the norm of its gradients, its
-config and its environment. A difference is called rounding if it is at most ROUNDING of the largest value.
+Reads what every run stores: digests of all stages of its steps, the samples (`logging.rollouts`), the norm
+of its gradients, its config and its environment. A difference is called rounding if it is at most ROUNDING of
+the largest value, or of the norm of all values.
 """
 
 import json
@@ -11,21 +12,16 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rl.run_directory.digests import STAGES, START, WEIGHTS, gap, read_digests
 from rl.run_directory.metric_log import FILE_NAME, STEP, read_records
 from rl.run_directory.record import config_of_step
 from rl.run_directory.rollout_files import read, stored_steps
 
-STAGES = {
-    "prompts": "prompt_ids",
-    "tokens": "response_ids",
-    "engine log-probs": "rollout_logprobs",
-    "scores": "score",
-    "old log-probs": "old_logprobs",
-    "advantages": "advantages",
-}
-"""Stage of a step, in their order -> column of the stored samples."""
 GRADIENT = "actor/grad_norm"
-ROUNDING = 1e-4
+ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
+"""Largest relative difference that is called rounding, by `model.dtype`."""
+SAME_SUM = 1e-7
+"""Largest difference between the sums of equal weights on different layouts, relative to their norm."""
 
 
 def parting(a: Path, b: Path) -> list[str]:
@@ -33,28 +29,71 @@ def parting(a: Path, b: Path) -> list[str]:
 
     Raises ValueError if one of them is not the directory of a run.
     """
-    return [_first_difference(a, b), *_settings(a, b)]
+    configs = [_flat(yaml.safe_load(config_of_step(run, 10**9).read_text())) for run in (a, b)]
+    return [
+        _first_difference(a, b, ROUNDING[configs[0].get("model.dtype", "float32")]),
+        *_settings(a, b, *configs),
+    ]
 
 
-def _first_difference(a: Path, b: Path) -> str:
-    files = stored_steps(a), stored_steps(b)
+def _first_difference(a: Path, b: Path, rounding: float) -> str:
+    files, digests = (stored_steps(a), stored_steps(b)), (read_digests(a), read_digests(b))
     norms = [
         {record[STEP]: record[GRADIENT] for record in read_records(run / FILE_NAME) if GRADIENT in record}
         for run in (a, b)
     ]
-    steps = sorted(files[0].keys() & files[1].keys() | norms[0].keys() & norms[1].keys())
+    steps = sorted(set().union(*(own.keys() & other.keys() for own, other in (files, digests, norms))))
     for step in steps:
-        if step in files[0] and step in files[1]:
-            rows = [read(found[step], ["group", "sample", *STAGES.values()]).to_pylist() for found in files]
-            if found := _of_samples(*rows):
-                return f"the runs part at step {step}: {found}"
-        own, other = (found.get(step) for found in norms)
-        if own is not None and other is not None and own != other:
-            return f"the runs part at step {step}: gradient, {_values(own, other, 'norm', scale=own)}"
+        rows = [
+            read(found[step], ["group", "sample", *STAGES.values()]).to_pylist()
+            for found in files
+            if step in files[0] and step in files[1]
+        ]
+        samples = _of_samples(*rows, rounding=rounding) if rows else ""
+        own, other = (found.get(step, {}) for found in digests)
+        found = _of_digests(own, other, rounding)
+        if samples and (not found or samples.startswith(f"{found.partition(',')[0]},")):
+            found = samples  # names the sample and the token
+        if not found:
+            own_norm, other_norm = (each.get(step) for each in norms)
+            found = _of_gradients(own_norm, other_norm, rounding) or _of_weights(own, other, rounding)
+        if found:
+            return f"the runs part at step {step}: {found}"
     return f"the runs do not part in the {len(steps)} steps that both have stored"
 
 
-def _of_samples(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> str:
+def _of_digests(a: dict[str, Any], b: dict[str, Any], rounding: float) -> str:
+    """Return the first stage of a step with different digests; "" if there is none."""
+    for stage in (START, *STAGES):
+        own, other = a.get(stage), b.get(stage)
+        if own is None or other is None or own == other or own[0] == other[0] and isinstance(own, list):
+            continue
+        if isinstance(own, str):
+            return f"{stage}, the hashes differ (another value)"
+        return f"{stage}, {_kind(gap(own, other), rounding if stage != 'scores' else 1e-7)}"
+    return ""
+
+
+def _of_gradients(own: float | None, other: float | None, rounding: float) -> str:
+    if own is None or other is None or own == other:
+        return ""
+    return f"gradient, {_values(own, other, 'norm', scale=own, rounding=rounding)}"
+
+
+def _of_weights(a: dict[str, Any], b: dict[str, Any], rounding: float) -> str:
+    """Return whether the weights after a step differ; "" if they do not."""
+    if WEIGHTS not in a or WEIGHTS not in b:
+        return ""
+    apart = max(abs(x - y) for x, y in zip(a[WEIGHTS], b[WEIGHTS])) / max(a[WEIGHTS][1], 1e-30)
+    return f"{WEIGHTS} after it, {_kind(apart, rounding)}" if apart > SAME_SUM else ""
+
+
+def _kind(apart: float, rounding: float) -> str:
+    kind = "rounding" if apart <= rounding else "another value"
+    return f"a difference of about {apart:.1e} of their norm ({kind})"
+
+
+def _of_samples(a: list[dict[str, Any]], b: list[dict[str, Any]], *, rounding: float) -> str:
     """Return the first stage, sample and token that differ in the rows of a step; "" if none does."""
     if len(a) != len(b):
         return f"prompts, {len(a)} and {len(b)} samples are stored"
@@ -73,21 +112,22 @@ def _of_samples(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> str:
             size = min(len(x), len(y))
             token = int(np.flatnonzero(x[:size] != y[:size])[0])
             place = f"{where} token {token}" if isinstance(own[column], list) else where
-            return f"{stage}, {_values(x[token], y[token], place, scale=float(np.abs(x).max()))}"
+            largest = float(np.abs(x).max())
+            return f"{stage}, {_values(x[token], y[token], place, scale=largest, rounding=rounding)}"
     return ""
 
 
-def _values(own: Any, other: Any, place: str, *, scale: float) -> str:
-    is_rounding = np.asarray(own).dtype.kind == "f" and abs(own - other) <= ROUNDING * scale
+def _values(own: Any, other: Any, place: str, *, scale: float, rounding: float) -> str:
+    is_rounding = np.asarray(own).dtype.kind == "f" and abs(own - other) <= rounding * scale
     kind = "rounding" if is_rounding else "another value"
     return f"{place}: {own} and {other} ({kind})"
 
 
-def _settings(a: Path, b: Path) -> list[str]:
+def _settings(a: Path, b: Path, *configs: dict[str, Any]) -> list[str]:
     """Return a line for each key of the config, and of the environment, that differs."""
-    last = 10**9
-    trees = [_flat(yaml.safe_load(config_of_step(run, last).read_text())) for run in (a, b)]
-    lines = [f"config: {line}" for line in _differing(*trees) if not line.startswith(("run.dir", "run.name"))]
+    lines = [
+        f"config: {line}" for line in _differing(*configs) if not line.startswith(("run.dir", "run.name"))
+    ]
     found = [json.loads((run / "environment.json").read_text()) for run in (a, b)]
     kept = "python", "git_revision", "git_status", "packages", "world_size", "role_sizes"
     trees = [_flat({key: each.get(key) for key in kept}) for each in found]
