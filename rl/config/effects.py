@@ -60,8 +60,9 @@ READ_WITH = [
     ),
     (
         "scoring",
-        "reward.function reward.kwargs reward.failure_score reward.sources reward.workers reward.variables "
-        "reward.timeout_s reward.memory_mib reward.keep_special_tokens reward.model.path reward.judge.path",
+        "reward.function reward.kwargs reward.failure_score reward.sources reward.in_process reward.workers "
+        "reward.variables reward.timeout_s reward.memory_mib reward.keep_special_tokens reward.model.path "
+        "reward.judge.path",
         VALIDATE,
     ),
     ("new scores", "reward.overlong_buffer_tokens", ""),

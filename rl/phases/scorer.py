@@ -23,7 +23,7 @@ from rl.data.special_tokens import decode_responses, encode, hide
 from rl.engines.engines import Engines
 from rl.engines.inputs import Inputs
 from rl.phases.truths import arguments, check_truths
-from rl.rewards.pool.pool import ScoringPool, default_workers
+from rl.rewards.pool.pool import ScoringPool, scoring_pool
 from rl.rewards.score import to_finite
 from rl.rollout.batches import batch_of
 from rl.rollout.engine import RolloutEngine
@@ -243,15 +243,8 @@ def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
     """
     assert inputs.rewards is not None
     own_cores = "SLURM_CPUS_PER_TASK" in os.environ  # the task is bound to its cores
-    pool = ScoringPool(
-        inputs.rewards,
-        failure_score=config.reward.failure_score,
-        workers=config.reward.workers
-        or default_workers(1 if own_cores else int(os.environ["LOCAL_WORLD_SIZE"])),
-        timeout_s=config.reward.timeout_s,
-        memory_mib=config.reward.memory_mib,
-        variables=config.reward.variables,
-    )
+    shared = 1 if own_cores else int(os.environ["LOCAL_WORLD_SIZE"])
+    pool = scoring_pool(inputs.rewards, config.reward, local_world_size=shared)
     try:
         pool.check()
         check_truths(config, inputs, pool)

@@ -12,7 +12,7 @@ from rl.config.options import ConfigError
 from rl.config.reward import Reward
 from rl.config.reward_sources import make_plan
 from rl.config.schema import Config
-from rl.rewards.pool.pool import ScoringPool, default_workers
+from rl.rewards.pool.pool import scoring_pool
 from rl.rewards.score import Score
 from rl.run_directory.rollout_files import ground_truth, read, stored_steps
 
@@ -44,14 +44,8 @@ def score_only(config: Config) -> int:
             "logging.rollouts=sample or all in run.rollouts."
         )
     totals: list[tuple[float, float]] = []
-    with ScoringPool(
-        make_plan(reward.function, reward.kwargs, reward.sources),
-        failure_score=reward.failure_score,
-        workers=reward.workers or default_workers(1),
-        timeout_s=reward.timeout_s,
-        memory_mib=reward.memory_mib,
-        variables=reward.variables,
-    ) as pool:
+    plan = make_plan(reward.function, reward.kwargs, reward.sources)
+    with scoring_pool(plan, reward, local_world_size=1) as pool:
         pool.check()
         for step, path in files.items():
             rows = _whole(read(path, [*COLUMNS]).to_pylist())

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rl.config.reward import Reward
 from rl.config.reward_sources import RewardPlan
 from rl.rewards.pool.worker_process import ScoringWorker
 from rl.rewards.score import Score
@@ -46,6 +47,22 @@ def default_workers(local_world_size: int) -> int:
     Call it before an engine pins the main thread to a core.
     """
     return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def scoring_pool(plan: RewardPlan, reward: Reward, *, local_world_size: int) -> "ScoringPool":
+    """Return the pool that the section `reward` asks for. local_world_size: ranks that share the cores."""
+    if reward.in_process:
+        from rl.rewards.pool.in_process import InProcessPool
+
+        return InProcessPool(plan)
+    return ScoringPool(
+        plan,
+        failure_score=reward.failure_score,
+        timeout_s=reward.timeout_s,
+        workers=reward.workers or default_workers(local_world_size),
+        memory_mib=reward.memory_mib,
+        variables=reward.variables,
+    )
 
 
 class ScoringPool(Pool[ScoringWorker]):

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from rl.config.reward import Reward
 from rl.config.reward_sources import make_plan
 from rl.rewards.pool import pool as pool_module
 from rl.rewards.pool import worker_process
-from rl.rewards.pool.pool import ScoringPool, default_workers
+from rl.rewards.pool.pool import ScoringPool, default_workers, scoring_pool
 from rl.run_directory.progress import LINE_INTERVAL_S
 from tests.ranks.rewards.hostile_rewards import VARIABLES
 from tests.spawn import ROOT
@@ -405,3 +406,17 @@ def test_a_worker_imports_no_large_package():
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_a_breakpoint_stops_in_the_ranks_own_process(tmp_path, monkeypatch):
+    path, stopped = tmp_path / "stopping.py", []
+    path.write_text(
+        "async def score(response, **extra):\n    breakpoint()\n    return {'score': 1 / int(response)}\n"
+    )
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stopped.append(os.getpid()))
+    plan, reward = make_plan(f"{path}:score", {}, {}), Reward(in_process=True)
+    with scoring_pool(plan, reward, local_world_size=1) as pool:
+        assert numbers_of(pool.score(samples_of([2, 4]))) == [0.5, 0.25]
+        assert stopped == [os.getpid()] * 2 and pool.all == []
+        with pytest.raises(ZeroDivisionError):
+            pool.score(samples_of([0]))

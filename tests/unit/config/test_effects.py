@@ -64,6 +64,7 @@ SCORING = {
     "kwargs": "{a: 1}",
     "failure_score": -1.0,
     "sources": "{a: {function: 'own:score'}}",
+    "in_process": "true",
     "workers": 3,
     "timeout_s": 9.0,
     "memory_mib": 9,
