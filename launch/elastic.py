@@ -25,12 +25,10 @@ from pathlib import Path
 from launch.elastic_files import Board, ElasticGeneration, Lease, exit_code
 from launch.elastic_jobs import Jobs
 from launch.elastic_ranks import NodeRanks
+from launch.layouts import layouts_of
 from rl.config.checks import check
-from rl.config.elastic_checks import as_overrides
 from rl.config.options import ConfigError
 from rl.config.schema import Config, load_config
-from rl.dry_run.layouts import find_layout
-from rl.dry_run.shape import check_layouts, models_of
 from rl.faults.lock import FILE_NAME as LOCK
 from rl.run_directory.status import FILE_NAME as STATUS
 from rl.run_directory.status import read_object
@@ -104,7 +102,7 @@ class Agent:
                 "run.elastic.min_nodes=0, but an elastic run needs a minimum; set it to 1 or more, or use "
                 "slurm/train.sbatch."
             )
-        self.layouts = self._layouts()
+        self.layouts = layouts_of(self.config, options.ranks, self._config)
         self.logs = options.logs or Path(self.config.run.dir, "elastic")
         self.board = Board(self.config.run.dir, elastic.lost_s)
         self.jobs = Jobs(self.board.directory, job, self._say)
@@ -134,30 +132,6 @@ class Agent:
         config = load_config(self.options.config, [*self.options.overrides, *overrides])
         check(config)
         return config
-
-    def _layouts(self) -> dict[int, list[str]]:
-        """Return the layouts: number of nodes -> overrides. Raises ConfigError for a layout that does not
-        fit."""
-        elastic, ranks, found = self.config.run.elastic, self.options.ranks, {}
-        models, _ = models_of(self.config)
-        for layout in elastic.layouts:
-            overrides, nodes = as_overrides(layout), layout["nodes"]
-            try:
-                check_layouts(self._config(overrides), nodes * ranks, models)
-            except ConfigError as error:
-                raise ConfigError(f"run.elastic.layouts, nodes={nodes}: {error}") from error
-            found[nodes] = overrides
-        if not elastic.layouts:
-            for nodes in range(elastic.min_nodes, elastic.max_nodes + 1):
-                values = find_layout(self.config, nodes * ranks, ranks_per_node=ranks)
-                if values is not None:
-                    found[nodes] = as_overrides(values)
-        if not found:
-            raise ConfigError(
-                f"run.elastic.min_nodes={elastic.min_nodes} to max_nodes={elastic.max_nodes} with {ranks} "
-                "ranks each: the dry run finds no layout that fits; list some in run.elastic.layouts."
-            )
-        return found
 
     def run(self) -> int:
         """Take a turn each second until the run ends; return the exit code.

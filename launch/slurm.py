@@ -21,10 +21,10 @@ def available() -> bool:
     return shutil.which("squeue") is not None
 
 
-def run(*command: str, given: str | None = None) -> str:
+def run(*command: str, given: str | None = None, errors: bool = False) -> str:
     """Return the output of a command. Raises SlurmError if it is missing, fails or does not answer.
 
-    given: standard input of the command.
+    given: standard input of the command. errors: whether to return its standard error instead of its output.
     """
     # If this runs inside a job, the new job would inherit the SLURM_* variables of the present job.
     environment = {
@@ -44,7 +44,7 @@ def run(*command: str, given: str | None = None) -> str:
         raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S} s; is the scheduler up?") from None
     if done.returncode:
         raise SlurmError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
-    return done.stdout
+    return done.stderr if errors else done.stdout
 
 
 def submit(file: str, *, options: Sequence[str] = ()) -> str:

@@ -2,13 +2,15 @@
 
 The command writes the batch file RUN_DIR/launch/job.sbatch (or .pbs, .lsf, .flux). It prints the file, the
 resolved config, an estimate of memory and time, and the GPU-hours. Then it submits the file. Arguments after
--- are config overrides. With --dry-run the file is written but not submitted.
+-- are config overrides. With --dry-run the file is written but not submitted. With --anywhen the run becomes
+several jobs that start now (docs/slurm.md).
 """
 
 import shlex
 import sys
 from pathlib import Path
 
+from launch.anywhen.command import add_limits, submit_anywhen
 from launch.arguments import add_resources, as_typed, make_parser, resources_of, warn
 from launch.batch_file import Resources
 from launch.runs import DIRECTORY, note_job
@@ -31,9 +33,12 @@ def main(argv: list[str]) -> int:
         "--force", action="store_true", help="submit even if the memory estimate does not fit"
     )
     add_resources(parser)
+    add_limits(parser)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="config overrides, after --")
     arguments = parser.parse_args(argv)
     resources = resources_of(arguments)
+    if arguments.anywhen:
+        return submit_anywhen(arguments, resources, command=as_typed("submit", argv))
     config = load_config(arguments.config, arguments.overrides)
     for warning in check(config):
         warn(warning)
