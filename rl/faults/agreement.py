@@ -23,7 +23,7 @@ from rl.config.schema import Config
 from rl.faults.fault_board import Disagreement, FailedElsewhere
 from rl.faults.phase_tracker import PHASES, PhaseEntry
 from rl.runtime.checksum import bit_sum
-from rl.runtime.collectives import gather_objects
+from rl.runtime.collectives import any_rank, gather_objects
 
 
 @contextmanager
@@ -46,6 +46,8 @@ def fail_together() -> Iterator[None]:
         problem = (True, str(error))
     except Exception as error:
         problem, defect = (False, f"{type(error).__name__}: {error}"), error
+    if not any_rank(problem is not None):
+        return
     problems = gather_objects(problem)
     if defect is not None:
         raise defect
@@ -70,6 +72,11 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
     The message names the first key that differs and its ranks. It ends with `reason`, which describes what
     these ranks did, for example "run different programs".
     """
+    digest = _hash63(repr(sorted(mine.items())))
+    extremes = torch.tensor([digest, -digest])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    if extremes[0] == -extremes[1]:
+        return
     tables = gather_objects(dict(mine))
     for key in sorted(set().union(*tables)):
         odd = [rank for rank, table in enumerate(tables) if table.get(key) != tables[0].get(key)]
@@ -215,9 +222,9 @@ def check_replicas(
             usual = _usual(column)
             if odd := [rank for rank, value in zip(members, column) if value != usual]:
                 found[name] = odd
-    findings = gather_objects(found, control)
-    if not any(findings):
+    if not any_rank(bool(found), control):
         return
+    findings = gather_objects(found, control)
     ranks = sorted({rank for theirs in findings for odd in theirs.values() for rank in odd})
     names = sorted({name for theirs in findings for name in theirs})
     more = f" and {len(names) - 4} more weights" if len(names) > 4 else ""
@@ -232,8 +239,8 @@ def check_master_weights(model: str, stale: list[str], control: dist.ProcessGrou
 
     The next update would overwrite these weights. stale: their names on this rank. Collective over `control`.
     """
-    found = {rank: names for rank, names in enumerate(gather_objects(stale, control)) if names}
-    if found:
+    if any_rank(bool(stale), control):
+        found = {rank: names for rank, names in enumerate(gather_objects(stale, control)) if names}
         rank, names = next(iter(found.items()))
         more = f" and {len(names) - 4} more weights" if len(names) > 4 else ""
         raise Disagreement(

@@ -61,6 +61,10 @@ class FaultBoard:
     def __init__(self, store: JobStore):
         self._store = store.clone("faults")
 
+    def claim(self) -> bool:
+        """Return whether this rank is the first to find an overrun, and so reads the heartbeats of all."""
+        return self._store.add("finders", 1) == 1
+
     def post(self, fault: Fault) -> Fault:
         """Post a fault. Return the first fault of the run: this fault, unless another rank was earlier."""
         return _fault(self._store.compare_set("first", "", json.dumps(asdict(fault))))

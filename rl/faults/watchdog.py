@@ -30,7 +30,7 @@ from rl.faults.phase_tracker import PhaseEntry, PhaseTracker
 from rl.faults.process import GIB, resident_bytes
 from rl.run_directory.status import Status
 from rl.runtime.device import Device
-from rl.runtime.job_store import JobStore, StoreError
+from rl.runtime.job_store import JobStore, StoreError, look_s
 
 if TYPE_CHECKING:  # a run that requires all replicas does not import it
     from rl.runtime.excluded_replicas import ExcludedReplicas
@@ -109,6 +109,7 @@ class Watchdog:
         self._failing = threading.Event()
         self._once = threading.Lock()
         self._reported = self._acknowledged = False
+        self._next_look = 0.0
         self._writer.write()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -172,9 +173,12 @@ class Watchdog:
             self._warn(f"rank {self.rank} cannot write its heartbeat: {error}")
 
     def _check(self) -> None:
-        if self.excluded is not None:
-            self._excluded_ranks = self.excluded.excluded_ranks()
-        fault = self._board.first()
+        fault, now = None, time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + look_s(self.world_size)
+            if self.excluded is not None:
+                self._excluded_ranks = self.excluded.excluded_ranks()
+            fault = self._board.first()
         if fault is not None:
             self._end_for(fault)
         elif self.rank in self._excluded_ranks:
@@ -233,7 +237,11 @@ class Watchdog:
         self._dump_stacks()
         limit = f"watchdog.limits.{entry.phase}={entry.limit_s:g} s"
         fault = Fault("overrun", self.rank, f"{entry.label} took longer than {limit}")
-        self._heartbeats()
+        # All ranks may find it at once, and must not all read all heartbeats.
+        if self._board.claim():
+            self._heartbeats()
+        else:
+            self._wait_until(lambda: self._board.first() is not None, ACK_S)
         first = self._board.post(fault)
         if first != fault:
             return self._end_for(first)

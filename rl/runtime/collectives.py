@@ -35,12 +35,15 @@ def gather_objects(
     """
     where, world = _get_object_coll_device(group), dist.get_world_size(group)
     mine = _as_tensor(encode(value, *types), where)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=where) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([len(mine)], device=where), group=group)
-    longest = max(map(int, sizes))
+    sizes = torch.empty(world, dtype=torch.int64, device=where)
+    dist.all_gather_into_tensor(sizes, torch.tensor([len(mine)], device=where), group=group)
+    longest = int(sizes.max())
     contents = [torch.empty(longest, dtype=torch.uint8, device=where) for _ in range(world)]
     dist.all_gather(contents, torch.nn.functional.pad(mine, (0, longest - len(mine))), group=group)
-    return [decode(content[:size].cpu().numpy().tobytes(), *types) for content, size in zip(contents, sizes)]
+    return [
+        decode(content[:size].cpu().numpy().tobytes(), *types)
+        for content, size in zip(contents, sizes.tolist())
+    ]
 
 
 def broadcast_object(

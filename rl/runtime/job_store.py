@@ -27,6 +27,9 @@ PAUSE_S = 0.05
 """Pause between two attempts to connect, in seconds."""
 ANSWER_S = 300.0
 """Maximum wait for an answer, in seconds, in addition to the request's own wait."""
+LOOKS_PER_S = 4096
+"""Maximum number of looks into the store that the ranks together take per second for each purpose. The store
+answers about 30,000 requests per second (tools/dev/many_ranks.py)."""
 _ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
 """Socket options that let a client notice within half a minute that the server's host is gone."""
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from rl.runtime.store_server import main; main()"
@@ -99,6 +102,11 @@ class JobStore:
         content = value.encode() if isinstance(value, str) else value
         with self._lock:
             return self._ask(operation, [self._prefix + key for key in keys], argument, content)
+
+
+def look_s(world_size: int) -> float:
+    """Return the seconds between two looks of a rank into the store, so that thousands do not overload it."""
+    return world_size / LOOKS_PER_S
 
 
 def _unpack(answer: bytes) -> bytes | None:

@@ -41,6 +41,9 @@ JOIN_TIMEOUT = "LOCKSTEP_JOIN_TIMEOUT"
 JOIN_S = 60.0
 ANSWER_S = 2.0
 """Maximum wait for a connection or an answer of a listener, in seconds; another program may listen there."""
+ANSWERS_PER_S = 1000
+"""Number of ranks that rank 0 welcomes per second at least. A rank that did not wait for its turn would
+connect again and again, and rank 0 would answer only connections that are closed already."""
 MAX_LINE = 512
 """Maximum length of a rank's message, in bytes."""
 RETRY_S = 0.25
@@ -231,7 +234,9 @@ def _receive_all(
     arrived: dict[int, tuple[_Client, str]] = {}
     deadline = time.monotonic() + timeout
     try:
-        with contextlib.closing(_arrivals(listener, secret, attempt, deadline)) as arrivals:
+        with contextlib.closing(
+            _arrivals(listener, secret, attempt, deadline, beside=world_size)
+        ) as arrivals:
             while len(arrived) < world_size - 1 and (arrival := next(arrivals, None)) is not None:
                 client, rank, node = arrival
                 arrived[rank] = (client, node)
@@ -299,17 +304,18 @@ class _Client:
 
 
 def _arrivals(
-    listener: socket.socket, secret: bytes, attempt: str, deadline: float
+    listener: socket.socket, secret: bytes, attempt: str, deadline: float, *, beside: int
 ) -> Generator[tuple[_Client, int, str], None, None]:
     """Yield (client, rank, node) of each rank of this attempt that connects, until the deadline.
 
-    Other clients are refused. A client that sends nothing delays no other.
+    Other clients are refused. A client that sends nothing delays no other. beside: number of ranks, which may
+    all connect at once beside the strangers.
     """
     listener.setblocking(False)
     poller = select.poll()
     poller.register(listener, select.POLLIN)
     clients: dict[int, _Client] = {}
-    most = most_strangers()
+    most = most_strangers() + beside
 
     def forget(fd: int) -> _Client:
         poller.unregister(fd)
@@ -350,10 +356,11 @@ def _find_first_rank(
     line = f"{json.dumps([attempt, ranks.rank, node])}\n".encode()
     assert ranks.key is not None
     deadline = time.monotonic() + timeout
+    turn_s = max(ANSWER_S, ranks.world_size / ANSWERS_PER_S)
     while time.monotonic() < deadline:
         for port in ports:
             with contextlib.suppress(OSError):  # nobody listens there, or not yet
-                with socket.create_connection((ranks.master_addr, port), timeout=ANSWER_S) as connection:
+                with socket.create_connection((ranks.master_addr, port), timeout=turn_s) as connection:
                     answers = connection.makefile("rb")
                     nonces = answers.read(NUM_BYTES), nonce()
                     own = proof(ranks.key.secret, "rank to rank 0", *nonces, line)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from rl.config.durations import seconds_of
 from rl.runtime import session
+from rl.runtime.job_store import look_s
 from rl.sandbox.private_directory import refuse_untrusted
 from rl.stopping import deadline
 from rl.stopping.signals import requested_signal
@@ -98,7 +99,7 @@ class StopRequests:
     def is_requested(self) -> bool:
         """Return whether a stop is in the store. Cheap and not collective; called during a generation."""
         now = time.monotonic()
-        if now - self._checked < POLL_S:
+        if now - self._checked < max(POLL_S, look_s(session.job().world_size)):
             return False
         self._checked = now
         if not self._is_shared and (reason := self._reason(predict=False)):
