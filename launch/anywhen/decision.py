@@ -71,7 +71,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Ask:
+class JobRequest:
     """A job to request."""
 
     nodes: int
@@ -112,7 +112,7 @@ class QueueView:
     """Partition -> number of idle nodes."""
     hole_s: dict[str, float]
     """Partition -> seconds until the first waiting job of any user is expected to start there."""
-    starts_now: Callable[[Ask], bool]
+    starts_now: Callable[[JobRequest], bool]
     """Asks Slurm whether the job would start at once."""
     steps_left: int
     spent_node_s: float = 0.0
@@ -127,7 +127,7 @@ class QueueView:
 class Decision:
     cancel: list[str] = field(default_factory=list)
     """Ids of waiting jobs to cancel before the request."""
-    ask: Ask | None = None
+    ask: JobRequest | None = None
 
 
 def decide(plan: Plan, view: QueueView) -> Decision:
@@ -163,7 +163,7 @@ def takes_over(plan: Plan, view: QueueView, job: QueuedJob) -> bool:
     trainer = max(
         (other for other in view.jobs if 0 < other.starts < job.starts), key=lambda j: j.starts, default=None
     )
-    ask = Ask(job.nodes, job.ends - view.now, "")
+    ask = JobRequest(job.nodes, job.ends - view.now, "")
     return trainer is None or _gets_further(plan, view, ask, trainer)
 
 
@@ -173,7 +173,7 @@ def _node_s_left(plan: Plan, view: QueueView, jobs: list[QueuedJob]) -> float:
     return limit - view.spent_node_s - sum(job.nodes * job.seconds for job in jobs)
 
 
-def rate(plan: Plan, ask: Ask, steps_left: int) -> float:
+def rate(plan: Plan, ask: JobRequest, steps_left: int) -> float:
     """Return the mean steps per second of a job, with its start and its lead."""
     step_s = size_of(plan, ask.nodes).step_s
     steps = min(float(steps_left), max(0.0, ask.seconds - plan.start_s - plan.lead_s) / step_s)
@@ -193,18 +193,18 @@ def _shortest(plan: Plan, size: Size) -> float:
     return min(plan.longest_s, SHORTEST_STARTS * plan.start_s + plan.lead_s + 2 * size.step_s)
 
 
-def _lasting(plan: Plan, view: QueueView, partition: str) -> Iterator[Ask]:
+def _lasting(plan: Plan, view: QueueView, partition: str) -> Iterator[JobRequest]:
     """Yield jobs of every size and of several lengths, that have enough steps per node-hour."""
     wholes = {size.nodes: _whole(plan, size, view.steps_left) for size in plan.sizes}
     best = max(
-        rate(plan, Ask(size.nodes, wholes[size.nodes], partition), view.steps_left) / size.nodes
+        rate(plan, JobRequest(size.nodes, wholes[size.nodes], partition), view.steps_left) / size.nodes
         for size in plan.sizes
     )
     for size in plan.sizes:
         whole, hole_s = wholes[size.nodes], view.hole_s.get(partition, 0.0)
         lengths = {60.0 * (each // 60) for each in (whole, whole / 2, whole / 4, whole / 8, hole_s * 0.98)}
         for seconds in (each for each in lengths if _shortest(plan, size) <= each <= whole):
-            ask = Ask(size.nodes, seconds, partition)
+            ask = JobRequest(size.nodes, seconds, partition)
             if rate(plan, ask, view.steps_left) / size.nodes >= plan.limits.efficiency * best:
                 yield ask
 
@@ -213,16 +213,16 @@ def _partitions(plan: Plan) -> list[str]:
     return [name.strip() for name in plan.limits.partitions.split(",")]
 
 
-def _asks(plan: Plan, view: QueueView, left: float) -> list[Ask]:
+def _asks(plan: Plan, view: QueueView, left: float) -> list[JobRequest]:
     """Return all jobs that are worth their start. left: node-seconds of the user's limit."""
     asks = [ask for partition in _partitions(plan) for ask in _lasting(plan, view, partition)]
     return [ask for ask in asks if ask.nodes * ask.seconds <= left]
 
 
-def _find_hole(plan: Plan, view: QueueView, left: float) -> Ask | None:
+def _find_hole(plan: Plan, view: QueueView, left: float) -> JobRequest | None:
     """Return the fastest job that would start at once; None if there is none."""
     asks = [ask for ask in _asks(plan, view, left) if ask.nodes <= view.idle.get(ask.partition, 0)]
-    refused: list[Ask] = []
+    refused: list[JobRequest] = []
     for ask in sorted(asks, key=partial(_reached, plan, view), reverse=True):
         if len(refused) == LOOKS:
             break
@@ -237,7 +237,7 @@ def _find_hole(plan: Plan, view: QueueView, left: float) -> Ask | None:
     return None
 
 
-def _reached(plan: Plan, view: QueueView, ask: Ask) -> float:
+def _reached(plan: Plan, view: QueueView, ask: JobRequest) -> float:
     """Return the steps that the run has, if this job starts now, when the fastest size could have all."""
     horizon = min(plan.longest_s, min(_until_all(plan, view, size.nodes) for size in plan.sizes))
     return _progress(plan, view, ask.nodes, ask.seconds, plan.start_s, horizon)
@@ -248,7 +248,7 @@ def _until_all(plan: Plan, view: QueueView, nodes: int) -> float:
     return plan.start_s + view.steps_left * size_of(plan, nodes).step_s
 
 
-def _gets_further(plan: Plan, view: QueueView, ask: Ask, running: QueuedJob) -> bool:
+def _gets_further(plan: Plan, view: QueueView, ask: JobRequest, running: QueuedJob) -> bool:
     """Return whether a job that starts now has GAIN times the running job's steps when it ends."""
     horizon = min(ask.seconds, _until_all(plan, view, ask.nodes))
     stays = _progress(plan, view, running.nodes, running.ends - view.now, 0.0, horizon)
@@ -264,7 +264,7 @@ def _progress(
     return min(float(view.steps_left), (job + later) / size_of(plan, nodes).step_s)
 
 
-def _successor(asks: list[Ask], running: QueuedJob | None) -> Ask:
+def _successor(asks: list[JobRequest], running: QueuedJob | None) -> JobRequest:
     """Return a small job, which soon finds a place, to wait for the running job's end or for its turn.
 
     It looks for a larger hole once it runs.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from launch import slurm
-from launch.anywhen.decision import Ask, Plan, QueuedJob
+from launch.anywhen.decision import JobRequest, Plan, QueuedJob
 from launch.anywhen.record import JobRecord, Submission
 from rl.config.durations import seconds_of
 
@@ -58,7 +58,7 @@ def idle_nodes(plan: Plan) -> tuple[dict[str, int], dict[str, float]]:
     return dict(idle), starts
 
 
-def options(submission: Submission, ask: Ask, number: int) -> list[str]:
+def options(submission: Submission, ask: JobRequest, number: int) -> list[str]:
     """Return the options of sbatch, the batch file and its argument."""
     minutes = max(1, int(ask.seconds // 60))
     words = [f"--nodes={ask.nodes}", f"--time={minutes}", f"--job-name={submission.name}-{number}"]
@@ -69,7 +69,7 @@ def options(submission: Submission, ask: Ask, number: int) -> list[str]:
     return [*words, submission.file, str(number)]
 
 
-def starts_at(submission: Submission, ask: Ask) -> float:
+def starts_at(submission: Submission, ask: JobRequest) -> float:
     """Return the Unix time at which Slurm would start a job; infinity if it would refuse the job."""
     try:
         said = slurm.run("sbatch", "--test-only", *options(submission, ask, 0), errors=True)
@@ -79,7 +79,7 @@ def starts_at(submission: Submission, ask: Ask) -> float:
     return _unix(found[1]) if found else float("inf")
 
 
-def submit(submission: Submission, ask: Ask, number: int) -> str:
+def submit(submission: Submission, ask: JobRequest, number: int) -> str:
     """Request a job; return its id. Raises SlurmError if Slurm refuses it."""
     return slurm.run("sbatch", "--parsable", *options(submission, ask, number)).strip().split(";")[0]
 

@@ -140,7 +140,7 @@ def start_job(directory: Path, number: int) -> int:
 
 
 def _stop(directory: Path, others: list[QueuedJob], start: int) -> None:
-    """Ask the ranks of the jobs that started earlier to save and end."""
+    """JobRequest the ranks of the jobs that started earlier to save and end."""
     for job in others:
         if job.starts < start:
             note(directory, job.starts, "evicted")

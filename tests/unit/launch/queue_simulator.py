@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from launch.anywhen.decision import Ask, Plan, QueuedJob, QueueView, decide, size_of, takes_over
+from launch.anywhen.decision import JobRequest, Plan, QueuedJob, QueueView, decide, size_of, takes_over
 
 HOUR = 3600.0
 
@@ -210,7 +210,7 @@ class Simulation:
         if decision.ask is not None:
             self._submit(now, decision.ask)
 
-    def _submit(self, now: float, ask: Ask) -> None:
+    def _submit(self, now: float, ask: JobRequest) -> None:
         self.requests.append(now)
         self.asked = now
         if self.refuses:
