@@ -4,12 +4,17 @@ Each replica of `rollout.tp` ranks has its own requests, scheduler and KV cache,
 dense layers alone. `rollout.ep` / `rollout.tp` adjacent replicas hold one copy of the experts: for example, 4
 replicas with ep=8 and tp=2. In a mixture every rank receives the tokens of all these replicas, computes the
 outputs of its experts, and sends the outputs back. The replicas must therefore run each forward pass
-together. Before each engine step they agree on whether one of them has requests. A replica without requests
-then takes a dummy step, and its event log counts the step. A replica that has finished takes dummy steps
-until all have finished.
+together. They agree on whether one of them has requests. A replica without requests then takes a dummy step,
+and its event log counts the step. A replica that has finished takes dummy steps until all have finished.
+
+The agreement is one step ahead: its message travels while the GPU computes the step before. A replica that
+gets its first requests while no other has any therefore waits for one agreement. vLLM's own message, with the
+tokens of each replica, is sent when a step is scheduled; with `rollout.async_scheduling` the GPU then still
+computes the step before.
 """
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +25,8 @@ from rl.rollout.expert_parallel import ExpertParallel
 from rl.runtime.replacement import replace_attribute
 
 if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
     from rl.rollout.engine import RolloutEngine
 
 BATCHED_TOKENS = 16384
@@ -36,39 +43,64 @@ class DataParallelAttention(ExpertParallel):
         replicas = engine.placement.ep // engine.tp
         # The experts' memory of a step grows with the tokens of all replicas.
         tokens = max(BATCHED_TOKENS // replicas, engine.config.max_concurrent_samples)
-        return super().options(engine) | dict(
-            data_parallel_size=replicas,
-            max_num_batched_tokens=tokens,
-            async_scheduling=False,  # an engine step must be one forward pass on every rank
-        )
+        return super().options(engine) | dict(data_parallel_size=replicas, max_num_batched_tokens=tokens)
 
     def built(self, engine: "RolloutEngine") -> None:
         from vllm.distributed.parallel_state import get_dp_group
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         super().built(engine)
         self._group = get_dp_group().cpu_group
-
-    def step_together(self, engine: "RolloutEngine", steps: bool) -> bool:
-        return self._agree(engine, steps=steps, goes_on=True)
-
-    def end(self, engine: "RolloutEngine") -> None:
-        while not self._all_done:
-            self._agree(engine, steps=False, goes_on=False)
+        self._computes_empty_steps = isinstance(engine.runner, GPUModelRunner)
+        """Whether vLLM's runner computes a dummy token if no request has a token to compute, as vLLM's older
+        runner does. Requests have none if all end with the tokens of the step in flight."""
+        core: Any = engine.llm.llm_engine.engine_core
+        core.engine_core.post_step = self._after_step(core.engine_core)
 
     def begin(self, engine: "RolloutEngine") -> None:
-        self._all_done = False
+        self._send(steps=False, goes_on=True)
 
-    def _agree(self, engine: "RolloutEngine", *, steps: bool, goes_on: bool) -> bool:
-        """Return whether this replica took a dummy step. Collective over the replicas' ranks."""
-        counts = torch.tensor([int(steps), int(goes_on)])
-        dist.all_reduce(counts, group=self._group)
-        num_steps, num_going_on = counts.tolist()
-        self._all_done = not num_going_on
-        if steps or not num_steps:
-            return False
-        engine.llm.llm_engine.engine_core.execute_dummy_batch()
-        engine.events.note_dummy_step()
-        return True
+    def step_together(self, engine: "RolloutEngine", steps: bool) -> bool:
+        num_steps, _ = self._receive()
+        self._send(steps=steps, goes_on=True)
+        return num_steps > 0
+
+    def end(self, engine: "RolloutEngine") -> None:
+        while True:
+            num_steps, num_going_on = self._receive()
+            if num_going_on:
+                self._send(steps=False, goes_on=False)
+            if num_steps:
+                engine.dummy_step()
+            if not num_going_on:
+                return
+
+    def _send(self, *, steps: bool, goes_on: bool) -> None:
+        """Begin an agreement. Collective over the replicas' ranks, as `_receive`.
+
+        steps: whether this replica has requests to compute. goes_on: whether it may get others.
+        """
+        self._counts = torch.tensor([int(steps), int(goes_on)])
+        self._agreement = dist.all_reduce(self._counts, group=self._group, async_op=True)
+
+    def _receive(self) -> tuple[int, int]:
+        """Return how many ranks said `steps`, and how many `goes_on`."""
+        assert self._agreement is not None
+        self._agreement.wait()
+        num_steps, num_going_on = self._counts.tolist()
+        return num_steps, num_going_on
+
+    def _after_step(self, core: "EngineCore") -> Callable[[bool], None]:
+        """Return the function that vLLM calls after a step, with whether the model computed tokens."""
+        finish = core.post_step
+
+        def post_step(model_executed: bool) -> None:
+            finish(model_executed)
+            is_drained = not core.scheduler.has_requests()  # only the output of a step in flight was taken
+            if not model_executed and not is_drained and not self._computes_empty_steps:
+                core.execute_dummy_batch()
+
+        return post_step
 
 
 @functools.cache

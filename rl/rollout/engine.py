@@ -300,13 +300,23 @@ class RolloutEngine:
                                 part.end(self)
                             return not aborted
             steps = len(calls) > 0 and not waits
-            if any([part.step_together(self, steps) for part in self.parts]):
-                step += 1
-            if steps:
-                for name, completion in calls.step():
-                    has_finished = True
-                    self._deliver(source, name, completion)
-                step += 1
+            follows = steps
+            for part in self.parts:
+                follows = part.step_together(self, follows)
+            if not follows:
+                continue
+            step += 1
+            if not steps:
+                self.dummy_step()
+                continue
+            for name, completion in calls.step():
+                has_finished = True
+                self._deliver(source, name, completion)
+
+    def dummy_step(self) -> None:
+        """Take an engine step without requests, together with replicas that have some."""
+        self.llm.llm_engine.engine_core.execute_dummy_batch()
+        self.events.note_dummy_step()
 
     def _deliver(self, source: Source | None, name: str, completion: Completion) -> None:
         self.events.note(name, completion.token_ids)

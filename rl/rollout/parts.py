@@ -38,11 +38,11 @@ class EnginePart:
         """Prepare a call of `RolloutEngine.run`."""
 
     def step_together(self, engine: "RolloutEngine", steps: bool) -> bool:
-        """Prepare an engine step that other replicas take too; return whether a dummy step was taken.
+        """Return whether an engine step follows; without requests to compute it is a dummy step.
 
         Called once per iteration of `RolloutEngine.run`. steps: whether this replica has requests to compute.
         """
-        return False
+        return steps
 
     def end(self, engine: "RolloutEngine") -> None:
         """End a call of `RolloutEngine.run`."""

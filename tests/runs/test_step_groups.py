@@ -64,6 +64,10 @@ EXPERTS = ("model.path=DIR/experts", "training.recompute=full")
 LAYOUTS = {
     "tp, dp": ("training.tp=2",),
     "tp, pp": ("training.tp=2", "training.pp=2"),
+    "ep, dp, attention of replicas": (
+        *EXPERTS,
+        *("training.ep=2", "rollout.ep=2", "rollout.dp_attention=true"),
+    ),
     "tp, ep, dp": (*EXPERTS, "training.tp=2", "training.ep=2", "rollout.tp=2"),
     "tp, cp, ep": (*EXPERTS, "training.tp=2", "training.cp=2", "training.ep=2", "rollout.tp=2"),
     "tp, pp, vpp, ep, critic": (

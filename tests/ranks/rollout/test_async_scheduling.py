@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import save_qwen2
+from tests.checkpoints import save_qwen2, save_tiny
 from tests.spawn import run_ranks
 
 WORKER = Path(__file__).parent / "async_worker.py"
@@ -31,4 +31,15 @@ KINDS = ("stream", "abort", "weights", "preempt", "interrupt", "sleep")
 def test_samples_are_those_of_steps_in_turn(tmp_path, tp, generations):
     checkpoint = save_qwen2(tmp_path / "model", seed=4)
     out = run_ranks(2, WORKER, checkpoint, tp, generations, timeout=120 + 20 * generations)
+    assert all(text.startswith("equal") for text in out)
+
+
+@pytest.mark.parametrize(
+    "tp, generations",
+    [(1, 5), pytest.param(1, 30, marks=pytest.mark.slow), pytest.param(2, 30, marks=pytest.mark.slow)],
+)
+def test_replicas_that_share_experts_sample_the_same(tmp_path, tp, generations):
+    checkpoint = save_tiny("Qwen3MoeForCausalLM", tmp_path / "model", seed=4)
+    ranks = 2 * tp
+    out = run_ranks(ranks, WORKER, checkpoint, tp, generations, ranks, timeout=120 + 20 * generations)
     assert all(text.startswith("equal") for text in out)
