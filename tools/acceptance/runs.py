@@ -13,7 +13,11 @@ from rl.run_directory.metric_log import FILE_NAME, read_records
 from tools.acceptance.worker import ROOT, StageTask
 from tools.records import comparable
 
-DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+DETERMINISTIC = {
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "NCCL_ALGO": "^NVLS",  # it fixes no order of summation
+}
 """Environment variables of runs that are compared bitwise on a GPU."""
 MEAN_DIFFERENCE = "training/rollout_probs_diff_mean"
 """Metric: mean difference of the probabilities of tokens by engine and trainer."""
@@ -97,9 +101,11 @@ def feature(task: StageTask, *, name: str) -> None:
         validation=dict(every=0),
     )
     overrides = [override.format(teacher=teacher) for override in wanted.overrides]
+    overrides += task.size((), wanted.on_two)
+    ranks = task.size(wanted.ranks, min(wanted.ranks, 2))
     if wanted.has_images:
         overrides.append(f"data.train=[{make_image_toy(directory / 'images', rows=64)}/train.parquet]")
-    records = train(task, f"features/{name}/run", config, *_toy(task), *overrides, ranks=wanted.ranks)
+    records = train(task, f"features/{name}/run", config, *_toy(task), *overrides, ranks=ranks)
     task.findings.check("every step", len(records) == 2, "weights, log-probs, tokens and ranks were compared")
     dtype, width = task.size((torch.bfloat16, 1), (torch.float32, SIZES["hidden_size"]))
     hf = json.loads(Path(model, "config.json").read_text())
@@ -144,9 +150,13 @@ def learning(task: StageTask) -> None:
     task.findings.note("median step", seconds[len(seconds) // 2], unit="s")
 
 
-def resume(task: StageTask) -> None:
-    """Compare a run of four steps with a run that is stopped after its second step and resumed."""
-    data = _toy(task)
+def resume(task: StageTask, *, ranks: int = 1) -> None:
+    """Compare a run of four steps with a run that is stopped after its second step and resumed.
+
+    ranks: with several, the trainer has two tensor parallel ranks.
+    """
+    data, ranks = _toy(task), task.size(ranks, min(ranks, 2))
+    first, second = ("straight", "stopped") if ranks == 1 else ("straight-8", "stopped-8")
     overrides = (
         f"model.path={task.out}/toy/model",
         *data,
@@ -158,16 +168,17 @@ def resume(task: StageTask) -> None:
         "data.prompts_per_step=32",
         "training.prompts_per_minibatch=16",
         "objective.entropy_coef=0.01",  # the untrained model gets no reward, so only entropy gives a gradient
+        *(("training.tp=2",) if ranks > 1 else ()),
     )
-    straight, stopped = task.out / "straight", task.out / "stopped"
+    straight, stopped = task.out / first, task.out / second
     for directory in (straight, stopped):
         shutil.rmtree(directory, ignore_errors=True)
-    train(task, "straight", "quickstart.yaml", *overrides, deterministic=True)
+    train(task, first, "quickstart.yaml", *overrides, ranks=ranks, deterministic=True)
     shutil.copytree(straight, stopped)
     shutil.rmtree(stopped / "checkpoints" / "step_000004")
     lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
     (stopped / "metrics.jsonl").write_text("".join(lines[:-2]))
-    train(task, "stopped", "quickstart.yaml", *overrides, deterministic=True)
+    train(task, second, "quickstart.yaml", *overrides, ranks=ranks, deterministic=True)
     records = list(map(comparable, (straight, stopped)))
     differing = sorted(
         {key for a, b in zip(*records) for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
@@ -185,28 +196,34 @@ def resume(task: StageTask) -> None:
         task.findings.note(f"vLLM's compilation in {text}", seconds, unit="s")
 
 
-def timeline(task: StageTask) -> None:
-    """Run GRPO steps of a model with the shape of Qwen2.5-1.5B; report the last step by phase."""
+def timeline(task: StageTask, *, ranks: int = 1, engine_ranks: int = 1) -> None:
+    """Run GRPO steps of a model with the shape of Qwen2.5-1.5B; report the last step by phase.
+
+    ranks: with several, the model has the shape of Qwen2.5-7B, the trainer two tensor parallel ranks, and the
+    report the dry run's forecast.
+    """
     from tools.acceptance.speed import PROMPT, RESPONSE, checkpoint, save_prompts
 
     prompt, response = task.size((PROMPT, RESPONSE), (16, 8))
-    num_prompts = task.size(16, 4)
+    num_prompts = ranks * task.size(16, 4)
+    several, ranks = ranks > 1, task.size(ranks, min(ranks, 2))
     shutil.rmtree(task.out / "timeline", ignore_errors=True)
     config = dict(
         algorithm="grpo",
         run=dict(name="timeline", max_steps=task.size(3, 2)),
-        model=dict(path=str(checkpoint(task)), dtype="bfloat16"),
+        model=dict(path=str(checkpoint(task, shape="qwen2.5-7b" if several else "")), dtype="bfloat16"),
         data=dict(
             train=[str(save_prompts(task, prompt))], max_prompt_tokens=prompt, prompts_per_step=num_prompts
         ),
-        rollout=dict(samples_per_prompt=8, max_response_tokens=response),
+        training=dict(tp=2 if several else 1),
+        rollout=dict(samples_per_prompt=8, max_response_tokens=response, tp=engine_ranks),
         objective=dict(kl_coef=0.001),
         reward=dict(function="rl.rewards.exact:score"),
         validation=dict(every=0),
         checkpoint=dict(every=0),
         logging=dict(tensorboard=False),
     )
-    last = train(task, "timeline", config)[-1]
+    last = train(task, "timeline", config, ranks=ranks)[-1]
     parts = {
         key.removeprefix("timing_s/"): value for key, value in last.items() if key.startswith("timing_s/")
     }
@@ -218,3 +235,22 @@ def timeline(task: StageTask) -> None:
     for key in ("perf/throughput", "perf/max_memory_allocated_gb", "perf/host_memory_gib", "actor/grad_norm"):
         if key in last:
             task.findings.note(key, last[key])
+    if several:
+        _forecast(task, last, ranks)
+
+
+def _forecast(task: StageTask, measured: dict, ranks: int) -> None:
+    """Compare the seconds of each phase and the memory with the dry run's, of H100s."""
+    from rl.config.schema import load_config
+    from rl.dry_run.estimate import estimate
+    from rl.dry_run.hardware import GIB, Hardware
+
+    predicted = estimate(load_config(str(task.out / "timeline.yaml"), []), ranks, Hardware())
+    for phase, seconds in predicted.seconds.items():
+        text = f"{seconds:.1f} s predicted"
+        task.findings.note(phase, measured.get(f"timing_s/{phase}", 0.0), unit="s", text=text)
+    total, used = (
+        predicted.memory.peak("training")[0] / GIB,
+        measured.get("perf/max_memory_allocated_gb", 0.0),
+    )
+    task.findings.note("memory in training", used, unit="GiB", text=f"{total:.1f} GiB predicted with NCCL")

@@ -4,13 +4,14 @@ Samples have 512 prompt tokens and up to 1,024 answer tokens. The operations are
 token, plus causal attention, plus the head at answer tokens. A backward pass counts twice.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.acceptance.worker import StageTask, world
+from tools.acceptance.worker import ROOT, StageTask, world
 
 PROMPT, RESPONSE, SAMPLES = 512, 1024, 8
 """Number of tokens of a prompt, tokens of an answer, and answers of a prompt."""
@@ -51,18 +52,23 @@ GIVEN_BACK = 0.9
 """Target for the share of the predicted memory that sleep and offload give back."""
 
 
-def checkpoint(task: StageTask) -> Path:
-    """Return the directory of the random model, which is made if it does not exist."""
+def checkpoint(task: StageTask, *, shape: str = "") -> Path:
+    """Return the directory of the random model, which is made if it does not exist.
+
+    shape: a folder of configs/models with the model's sizes; the default is SHAPE. A rehearsal uses TINY.
+    """
     import torch
     import transformers
 
     from tools.make_toy import build_tokenizer
 
-    directory = task.out / "models" / task.size("speed", "speed-rehearsal")
+    directory = task.out / "models" / task.size(shape or "speed", "speed-rehearsal")
     if not (directory / "config.json").exists():
-        config = transformers.Qwen2Config(
-            **task.size(SHAPE, TINY), tie_word_embeddings=True, pad_token_id=0, eos_token_id=1, bos_token_id=2
-        )
+        sizes: dict[str, Any] = dict(task.size(SHAPE, TINY), tie_word_embeddings=True)
+        if shape and not task.is_rehearsal:
+            sizes = json.loads((ROOT / "configs" / "models" / shape / "config.json").read_text())
+        ids = dict(pad_token_id=0, eos_token_id=1, bos_token_id=2)
+        config = transformers.Qwen2Config(**sizes | ids)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = transformers.Qwen2ForCausalLM(config).bfloat16()
         build_tokenizer().save_pretrained(directory)

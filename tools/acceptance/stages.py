@@ -52,7 +52,13 @@ class Stage:
     every_gpu: bool = False
     """Whether it runs one rank per GPU and needs at least two."""
     ranks: int = 1
-    """Ranks, and GPUs, of the program that the stage starts."""
+    """Ranks, and GPUs, of the program that the stage starts; a rehearsal has at most two."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether vLLM generates in it."""
+        parity = self.function == "parity:run"
+        return self.arguments.get("rollout_tp", 0) > 0 if parity else self.function != "versions:run"
 
     def runs_in(self, mode: str) -> bool:
         """Return whether the stage runs in a mode: full, quick or rehearse."""
@@ -76,7 +82,17 @@ def all_stages() -> list[Stage]:
         *(_layouts(name, tp) for name in ("qwen2", "deepseek-v3") for tp in (1, 2)),
         *(_feature(name, feature) for name, feature in FEATURES.items()),
         Stage("resume", "A resumed run equals the run that was not interrupted", "runs:resume", 300),
+        _on_eight("resume-8", "The same with two tensor and four data parallel ranks", "runs:resume"),
         Stage("learning", "GRPO teaches the toy model to add", "runs:learning", 480),
+        *(
+            _on_eight(
+                f"step-8-tp{tp}",
+                f"A GRPO step of the shape of Qwen2.5-7B on 8 GPUs, engines of {tp} ranks, with its forecast",
+                "runs:timeline",
+                engine_ranks=tp,
+            )
+            for tp in (1, 2)
+        ),
         Stage("bare-vllm", "Generation with vLLM alone and its defaults", "speed:bare_vllm", 300),
         Stage(
             "bare-vllm-in-process",
@@ -91,7 +107,15 @@ def all_stages() -> list[Stage]:
 
 
 def _feature(name: str, feature: FeatureRun) -> Stage:
-    return Stage(name, feature.text, "runs:feature", 300, dict(name=name), ranks=feature.ranks)
+    seconds = 300 if feature.ranks <= 2 else 480
+    arguments = dict(name=name)
+    return Stage(
+        name, feature.text, "runs:feature", seconds, arguments, quick=feature.quick, ranks=feature.ranks
+    )
+
+
+def _on_eight(name: str, text: str, function: str, **arguments: Any) -> Stage:
+    return Stage(name, text, function, 540, dict(ranks=8, **arguments), ranks=8)
 
 
 def _parity(
@@ -124,7 +148,7 @@ def _layouts(name: str, rollout_tp: int) -> Stage:
     return _parity(
         f"layouts-{name}-tp{rollout_tp}",
         f"Training layouts and NCCL refits into engines of {rollout_tp} ranks, {ARCHITECTURES[name]}",
-        300,
+        540,  # a cold start compiles for several layouts
         architectures=(name,),
         dtypes=("bfloat16",),
         rollout_tp=rollout_tp,

@@ -16,6 +16,7 @@ import pytest
 from rl.sandbox.leftovers import descendants
 from tools import gpu_acceptance
 from tools.acceptance import parity
+from tools.acceptance.features import FEATURES
 from tools.acceptance.findings import Findings
 from tools.acceptance.page import page
 from tools.acceptance.stages import Stage, all_stages
@@ -226,3 +227,20 @@ def test_each_stage_of_a_rehearsal_passes(tmp_path_factory, name):
     assert gpu_acceptance.main(["--rehearse", "--stage", name, "--out", str(out)]) == 0
     result = next(result for result in gpu_acceptance.results(out) if result["name"] == name)
     assert result["rows"] and (out / "index.html").stat().st_size > 1000
+
+
+def test_a_rehearsal_without_an_engine_for_cpus_skips_generation(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_acceptance, "generates_on_cpu", lambda: False)
+    (tmp_path / "stages").mkdir()
+    stages = {stage.name: stage for stage in all_stages()}
+    assert not stages["versions"].generates and not stages["trainer"].generates
+    for name in ("engine-qwen2", "bitwise", "resume-8", "speed"):
+        assert gpu_acceptance.accept(stages[name], tmp_path, "rehearse", 2) == "skip"
+
+
+def test_every_stage_of_several_gpus_is_rehearsed_on_two_ranks():
+    several = [stage for stage in all_stages() if stage.ranks > 1]
+    assert {stage.ranks for stage in several} == {2, 4, 8} and all(stage.rehearsed for stage in several)
+    assert all(
+        FEATURES[stage.name].on_two for stage in several if stage.ranks > 2 and "name" in stage.arguments
+    )
