@@ -62,6 +62,7 @@ REMEDIES = {
     "memlock": "ask your site for LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK",
     "disk": "remove files, or choose another directory; `quota -s` or `lfs quota` shows limits",
     "versions": "bash tools/install_cpu.sh or tools/install_cuda.sh",
+    "compiled set": "complete it with bash tools/install_cuda.sh compiled, or uninstall its packages",
     "compilers": "install g++ and the headers of Python (apt install g++ python3-dev)",
     "paths": "correct the key, or copy the file to a disk that all nodes mount",
     "clock": "ask your site to run chrony or ntpd there",
@@ -211,9 +212,13 @@ def check_versions() -> list[Finding]:
     found = {name: installed.get(name, "missing") for name in pins}
     differ = [f"{name} {found[name]} (tested: {pin})" for name, pin in pins.items() if found[name] != pin]
     python = ".".join(map(str, sys.version_info[:3]))
-    if not differ:
-        return [ok("versions", f"Python {python}, {len(pins)} packages as in {where}")]
-    return [warn("versions", f"Python {python}; not the tested set of {where}: {', '.join(differ)}")]
+    out = [ok("versions", f"Python {python}, {len(pins)} packages as in {where}")]
+    if differ:
+        out = [warn("versions", f"Python {python}; not the tested set of {where}: {', '.join(differ)}")]
+    if 0 < len(COMPILED & set(installed)) < len(COMPILED):
+        there, lacks = sorted(COMPILED & set(installed)), sorted(COMPILED - set(installed))
+        out.append(warn("compiled set", f"{', '.join(there)} without {', '.join(lacks)}"))
+    return out
 
 
 def check_compilers() -> list[Finding]:

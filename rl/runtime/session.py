@@ -21,6 +21,7 @@ from rl.runtime.collectives import broadcast_object
 from rl.runtime.compile_caches import use_private_caches
 from rl.runtime.device import Device, choose_device, idle_gpus
 from rl.runtime.job_store import JobStore, StoreProcess, connect_to, own_store
+from rl.runtime.numa import bind_to_gpu
 from rl.runtime.own_group import own_group
 from rl.runtime.ranks import Ranks
 from rl.runtime.rendezvous import LOOPBACK, address_to_bind, join_ranks, listen_anywhere
@@ -67,6 +68,8 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
             "device, every rank would take part in creating thousands of groups; unset it."
         )
     device = choose_device(ranks.local_rank)
+    if device.is_cuda and ranks.launcher == "torchrun":  # other launchers have options that bind
+        bind_to_gpu(device.torch)
     if ranks.local_rank == 0 and (idle := idle_gpus(ranks.local_world_size)):
         print(f"warning: {platform.node()}: {idle}", file=sys.stderr, flush=True)
     if not device.is_cuda:

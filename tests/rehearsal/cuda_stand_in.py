@@ -101,6 +101,9 @@ BEHAVIOURS = {
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "get_device_capability": lambda *args: (9, 0),
+    "get_device_properties": lambda *args: types.SimpleNamespace(
+        pci_domain_id=0xFFFF, pci_bus_id=0, pci_device_id=0
+    ),
     "get_device_name": lambda *args: "NVIDIA H100 (rehearsal)",
     "memory_allocated": lambda *args: GIB,
     "max_memory_allocated": lambda *args: GIB,

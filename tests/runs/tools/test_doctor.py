@@ -129,6 +129,14 @@ class TestNode:
         (finding,) = check_versions()
         assert finding.level == "warn" and "megatron-core 9.9 (tested: 0.16.1)" in finding.text
 
+    def test_a_part_of_the_compiled_set(self, monkeypatch):
+        import importlib.metadata
+
+        real, other = importlib.metadata.version, {"transformer-engine": "2.11.0", "torch": "2.13.0+cpu"}
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: other.get(name) or real(name))
+        finding = {finding.check: finding for finding in check_versions()}["compiled set"]
+        assert finding.level == "warn" and finding.text == "transformer-engine without flash-attn"
+
 
 class TestSite:
     def test_this_machine_is_in_order(self, tmp_path):
