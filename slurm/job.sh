@@ -15,6 +15,7 @@
 #   RETRY_CRASHED=1   requeue also after a crash, not only after an orderly stop
 #   OUTLIVE_RANKS=1   for roles.min_replicas: when a rank ends with an error, srun does not kill the other ranks (with
 #                     sbatch --no-kill: nor when a node fails)
+#   LOCKSTEP_STAGE    what is copied to each node before the ranks start (stage.sh)
 #   MAX_ATTEMPTS      number of consecutive starts without a newer checkpoint, after which the job gives up; default 3
 
 set -eu
@@ -147,6 +148,10 @@ apptainer:*)
     ;;
 esac
 
+staged=() # overrides with the paths of copies on the nodes
+# shellcheck source=slurm/stage.sh
+if [ -n "${LOCKSTEP_STAGE:-}" ]; then source "$LOCKSTEP_ROOT/slurm/stage.sh"; fi
+
 # Starting, and continuing ---------------------------------------------------------------------------------------------------
 
 once() { "${single[@]}" "${inside[@]}" "$@"; }
@@ -168,7 +173,7 @@ train() {
     shift
     # Rank 0 writes into the job's own log.
     ln -sfn "$(readlink /proc/$$/fd/1)" "$rank_logs/rank-0.log"
-    launch "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" \
+    launch "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" "${staged[@]}" \
         2>"$rank_logs/srun.log" || code=$?
     cat "$rank_logs/srun.log" >&2 # below all tracebacks, srun's lines say which tasks ended on which nodes, and how
     # With OUTLIVE_RANKS, srun exits with the code of the rank that died, although the run continued without this rank.

@@ -19,6 +19,9 @@
 #export CONTAINER=apptainer:/shared/images/lockstep.sif     # apptainer exec --nv
 #export CONTAINER_MOUNTS=/shared:/shared,$HOME:$HOME
 
+# What every rank reads, copied to each node before the ranks start (stage.sh): environment, and files that config keys name.
+#export LOCKSTEP_STAGE="environment=$VIRTUAL_ENV model.path=/shared/models/qwen"
+
 # Network. NCCL finds InfiniBand by itself. Name the adapters only if NCCL selects the wrong adapters.
 #export NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_2,mlx5_3
 # The interface for the first connections (NCCL) and for CPU collectives (gloo). You must set it if a node's own name resolves

@@ -3,6 +3,7 @@
     python tools/doctor.py --config configs/quickstart.yaml
     srun --ntasks-per-node=1 python tools/doctor.py --config CONFIG          one process per node is enough
     torchrun --nproc-per-node 8 tools/doctor.py --gpus 8              one per rank also checks their links
+    python tools/doctor.py --opened 'python train_rl.py --config CONFIG'      which files does a rank open?
 
 Checks GPUs (count, idle memory, ECC and Xid errors, clocks), the driver, glibc, /dev/shm, limits, disks and
 inodes, home and TMPDIR, what modules left in the environment, installed versions, files that the config
@@ -15,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -42,6 +44,7 @@ from tools.node_checks import (  # noqa: E402
     check_versions,
     config_paths,
 )
+from tools.opened_files import count_opened, table  # noqa: E402
 from tools.site_checks import check_site  # noqa: E402
 
 ByNode = dict[str, list[Finding]]
@@ -50,6 +53,10 @@ ByNode = dict[str, list[Finding]]
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     try:
+        if arguments.opened:
+            code, opened = count_opened(shlex.split(arguments.opened))
+            print(table(opened))
+            return code
         ranks = discover()
         findings = own_findings(arguments, ranks)
         alone = ranks.world_size == 1
@@ -69,6 +76,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--config", metavar="FILE", help="check the models, data and run directory of this config")
     add("overrides", metavar="key=value", nargs="*", help="config overrides")
+    opened_help = "only run this command under strace, and print the files that it opens by mount point"
+    add("--opened", metavar="COMMAND", help=opened_help)
     add("--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)")
     add("--path", metavar="DIR", type=Path, action="append", default=[], help="directory to write to")
     add("--min-free-gib", metavar="X", type=float, default=10.0, help="least free space there (10)")

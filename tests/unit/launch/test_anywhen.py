@@ -60,7 +60,7 @@ def test_limits_hold_while_jobs_are_refused_killed_held(seed):
             elif job.started < 0 and rng.random() < 0.01:
                 job.is_held = True
 
-    limits = plan(jobs=2 + seed, node_hours=200.0)
+    limits = plan(jobs=2 + seed, node_hours=25.0)
     run = Simulation(NODES, others(seed), limits, STEPS, stays=True)
     hours = run.run(BEGIN, hostile)
     assert run.done == STEPS

@@ -1,0 +1,82 @@
+"""Counts the files that a command and its processes open, and the bytes that they read, by strace."""
+
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+CALLS = ("open", "openat", "read", "pread64", "mmap")
+CALL = re.compile(
+    r"(?P<pid>\d+) +(?P<name>\w+)\((?P<words>.*)\) += (?P<result>0x[0-9a-f]+|\d+)(?:<(?P<opened>/[^>]*)>)?$"
+)
+PLACE = re.compile(r"\d+<(/[^>]*)>")
+UNCOUNTED = ("/proc/", "/sys/", "/dev/null", "/dev/urandom")
+
+
+@dataclass
+class Opened:
+    """What was opened and read below one mount point."""
+
+    mount: str
+    """Mount point and type of the file system, for example '/home (nfs4)'."""
+    opens: int = 0
+    files: set[str] = field(default_factory=set)
+    read: int = 0
+    """Bytes that were read."""
+    mapped: int = 0
+    """Bytes of files that were mapped into memory; a page is read when it is used."""
+
+
+def count_opened(command: Sequence[str]) -> tuple[int, list[Opened]]:
+    """Run a command; return its exit code, and its opened files by mount point, the most opens first.
+
+    Raises ValueError if strace is not installed.
+    """
+    if shutil.which("strace") is None:
+        raise ValueError("--opened needs strace, which is not on the PATH; install it.")
+    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
+        trace = ["strace", "-f", "-qq", "-y", "-s", "0", "-e", f"trace={','.join(CALLS)}", "-o", log.name]
+        code = subprocess.run([*trace, *command]).returncode
+        return code, sorted(read_trace(log), key=lambda each: -each.opens)
+
+
+def read_trace(lines: Iterable[str]) -> list[Opened]:
+    """Return what strace's lines tell."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    found: dict[str, Opened] = {}
+    started: dict[str, str] = {}
+    for line in lines:
+        pid, _, rest = line.strip().partition(" ")
+        if rest.endswith("<unfinished ...>"):  # another process's call comes between
+            started[pid] = line.strip().removesuffix("<unfinished ...>")
+            continue
+        if "resumed>" in rest:
+            line = started.pop(pid, "") + rest.partition("resumed>")[2]
+        call = CALL.match(line.strip())
+        place = call and (call["opened"] or next(iter(PLACE.findall(call["words"])), ""))
+        if call is None or not place or place.startswith(UNCOUNTED):
+            continue
+        mount, kind = max(
+            (each for each in mounts if place.startswith(each[0])), key=lambda each: len(each[0])
+        )
+        own = found.setdefault(mount, Opened(f"{mount} ({kind})"))
+        if call["opened"]:
+            own.opens += 1
+            own.files.add(place)
+        elif call["name"] == "mmap":
+            own.mapped += int(call["words"].split(",")[1])
+        else:
+            own.read += int(call["result"])
+    return list(found.values())
+
+
+def table(found: list[Opened]) -> str:
+    """Return a line per mount point."""
+    lines = [f"{'opens':>9}{'files':>9}{'MB read':>10}{'MB mapped':>11}  mount"]
+    for own in found:
+        sizes = f"{own.read / 1e6:10.1f}{own.mapped / 1e6:11.1f}"
+        lines.append(f"{own.opens:9}{len(own.files):9}{sizes}  {own.mount}")
+    return "\n".join(lines)
