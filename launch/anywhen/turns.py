@@ -58,7 +58,7 @@ def view(directory: Path, submission: Submission, *, but: str = "") -> QueueView
     """Return the queue and the progress of the run. Raises SlurmError if Slurm does not answer."""
     jobs, now = records(directory), time.time()
     queued = queue.jobs_of(submission, jobs)
-    here = {job.id for job in queued}
+    here = {job.id for job in queued} - {but}
     idle, starts = queue.idle_nodes(submission.plan)
     status = read_object(directory.parent / STATUS)
     silent_s = now - jobs[-1].asked["time"] if jobs else float("inf")
