@@ -6,10 +6,13 @@
     python -m tests.real_model models/smollm2-135m --steps 100 --out runs/real "grpo" "grpo, bfloat16"
 
 A row passes if every step ends without an alarm of a check; warnings are counted. Seconds are the median of
-the steps after the first. Memory is the largest resident memory of a rank. The exit code is 1 if a row fails.
+the steps after the first. Memory is what the dry run predicts / the largest resident memory of a rank. One
+row is killed after its first checkpoint and continues, and one must be refused. The exit code is 1 if a row
+fails.
 """
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -23,6 +26,9 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from rl.config.schema import load_config
+from rl.dry_run.estimate import estimate
+from rl.dry_run.hardware import GIB, Hardware
 from tests.spawn import ROOT, RanksFailed, run_ranks
 from tools.make_tasks import arithmetic_rows
 
@@ -33,15 +39,22 @@ run: {name: real-model}
 model: {dtype: float32}
 data: {max_prompt_tokens: 192, prompts_per_step: 8}
 training: {micro_batch_tokens: 1024, optimizer: {lr: 1.0e-5}}
-rollout: {samples_per_prompt: 4, max_response_tokens: 64, cpu_kv_cache_mib: 256}
+rollout: {samples_per_prompt: 4, max_response_tokens: 64}
 reward: {function: "rl.rewards.gsm8k:score", kwargs: {method: flexible}, workers: 1}
 validation: {every: 0}
 checkpoint: {resume: never}
 logging: {tensorboard: false}
 """
+HEAD = "|row|ranks|steps|warnings|first step, s|later, s|GiB of a rank, predicted / measured|"
 BF16, LORA = "model.dtype=bfloat16", ("adapter.kind=lora", "adapter.rank=8", "training.optimizer.lr=1e-4")
 ROLES = ("roles.train=0-0", "roles.rollout=1-1", "rollout_correction.truncate_tokens=2")
 PAIRS = ("data.train=[OUT/pairs.jsonl]", "training.prompts_per_minibatch=0")
+WITHOUT = {
+    "algorithm=sft": ["reward", "rollout"],
+    "algorithm=dpo": ["reward", "rollout"],
+    "algorithm=distill": ["reward"],
+}
+"""Sections of CONFIG that an algorithm does not use."""
 TOOLS = (
     "You have two tools, calculate and check_answer. To call one, write "
     '<tool_call>{"name": "calculate", "arguments": {"expression": "2 + 3"}}</tool_call>.'
@@ -55,6 +68,10 @@ class Row:
 
     overrides: tuple[str, ...] = ()
     ranks: int = 2
+    is_killed: bool = False
+    """Rank 1 is killed in its second update, and the same command continues the run."""
+    refused: str = ""
+    """Key that must be refused at start; empty: the row must pass."""
 
 
 ROWS = {
@@ -74,7 +91,7 @@ ROWS = {
     "lora merged": Row((*LORA, "adapter.in_engine=merged")),
     "lora beside weights, bfloat16": Row((*LORA, "adapter.in_engine=adapter", BF16)),
     "lora on an FP8 base": Row((*LORA, "adapter.base=fp8", BF16)),
-    "FP8 engine": Row(("rollout.quantization=fp8", BF16)),
+    "FP8 engine": Row(("rollout.quantization=fp8", BF16), refused="rollout.quantization=fp8"),
     "drafts of its first two layers": Row(("rollout.draft.path=OUT/draft",)),
     "carry-over": Row(("rollout.carry_over=true", "rollout.oversample=1.5", ROLES[2])),
     "roles": Row((*ROLES, "roles.lag=1")),
@@ -93,6 +110,7 @@ ROWS = {
     "tp 3": Row(("training.tp=3", "rollout.tp=3"), ranks=3),
     "pp 2": Row(("training.pp=2",)),
     "cp 2": Row(("training.cp=2",)),
+    "killed, then continued": Row(("checkpoint.every=1", "checkpoint.resume=auto"), is_killed=True),
     "two epochs, four updates": Row(("training.epochs=2", "training.prompts_per_minibatch=4")),
 }
 
@@ -124,32 +142,52 @@ def take(name: str, row: Row, model: Path, out: Path, steps: int) -> tuple[str, 
     run = out / "run"
     shutil.rmtree(run, ignore_errors=True)
     config = yaml.safe_load(CONFIG)
-    without = {"algorithm=sft": ("reward", "rollout"), "algorithm=dpo": ("reward", "rollout")}
-    without["algorithm=distill"] = ("reward",)
-    for section in without.get(next(iter(row.overrides), ""), ()):
+    for section in WITHOUT.get(next(iter(row.overrides), ""), ()):
         del config[section]
     (out / "config.yaml").write_text(yaml.dump(config))
     overrides = [option.replace("OUT", str(out)).replace("MODEL", str(model)) for option in row.overrides]
     overrides = [f"model.path={model}", f"data.train=[{out}/train.jsonl]", *overrides]
     overrides += [f"run.dir={run}", f"run.max_steps={steps}"]
+    command: tuple[object, ...] = ("--config", out / "config.yaml", *overrides)
     begun = time.monotonic()
     try:
-        said = run_ranks(
-            row.ranks, ROOT / "train_rl.py", "--config", out / "config.yaml", *overrides, timeout=TIMEOUT_S
-        )
+        if row.is_killed:
+            kill(row, command)
+        said = run_ranks(row.ranks, ROOT / "train_rl.py", *command, timeout=TIMEOUT_S)
     except RanksFailed as failure:
         lines = [line for text in failure.stderr for line in text.splitlines() if line.startswith("error")]
+        if row.refused and lines and row.refused in lines[0]:
+            return f"|{name}|{row.ranks}|refused||||", True
         return f"|{name}|{row.ranks}|**no**: {lines[-1] if lines else failure}||||", False
     total = time.monotonic() - begun
+    if row.refused:
+        return f"|{name}|{row.ranks}|**not refused**||||", False
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     records = [record for record in records if record["training/global_step"] > 0]
     seconds = [record["timing_s/step"] for record in records]
     memory = max(record["perf/host_memory_gib"] for record in records)
+    memories = f"{predicted_gib(row.ranks, out / 'config.yaml', overrides):.1f} / {memory:.1f}"
     warnings = sum(line.startswith("warning") for text in said for line in text.splitlines())
     later = statistics.median(seconds[1:] or seconds)
-    cells = (name, row.ranks, len(records), warnings, f"{seconds[0]:.1f}", f"{later:.1f}", f"{memory:.1f}")
+    cells = (name, row.ranks, len(records), warnings, f"{seconds[0]:.1f}", f"{later:.1f}", memories)
     print(f"{name}: {total:.0f} s", file=sys.stderr, flush=True)
     return f"|{'|'.join(map(str, cells))}|", True
+
+
+def kill(row: Row, command: tuple[object, ...]) -> None:
+    """Run the row until rank 1 is killed in its second update, after the first checkpoint."""
+    fault = ("kill_this_rank", "update", 1, 2)
+    with contextlib.suppress(RanksFailed):
+        run_ranks(row.ranks, ROOT / "tests/runs/faulty_train.py", *fault, *command, timeout=TIMEOUT_S)
+        raise AssertionError("rank 1 was not killed")
+
+
+def predicted_gib(ranks: int, path: Path, overrides: list[str]) -> float:
+    """Return the peak memory of a rank that the dry run predicts."""
+    config = load_config(path, overrides)
+    found = estimate(config, ranks, Hardware(ranks_per_node=ranks, host_memory_gib=64.0), plan=False)
+    phases = ("training", "refit", "generation") if found.memory.engine else ("training",)
+    return max(found.memory.peak(phase)[0] for phase in phases) / GIB
 
 
 def main() -> int:
@@ -167,7 +205,7 @@ def main() -> int:
         out = (args.out or Path(directory)).resolve()
         out.mkdir(parents=True, exist_ok=True)
         write_inputs(args.model, out)
-        print("|row|ranks|steps|warnings|first step, s|later, s|memory of a rank, GiB|\n|-|-|-|-|-|-|-|")
+        print(f"{HEAD}\n|-|-|-|-|-|-|-|")
         num_failed = 0
         for name in args.names or ROWS:
             line, passed = take(name, ROWS[name], args.model.resolve(), out, args.steps)

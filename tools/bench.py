@@ -26,7 +26,7 @@ from pathlib import Path
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.bench_tables import checks, configs, control, full_fine_tuning, host, measured, published  # noqa: E402
+from tools.bench_tables import checks, configs, control, full_fine_tuning, host, measured, peer, published  # noqa: E402
 from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.bench_tables.sides import BenchFailed  # noqa: E402
 
@@ -67,6 +67,12 @@ TABLES = {
         "bitwise / fast, seconds of a step",
         configs.add_numerics_arguments,
         configs.measure_numerics,
+    ),
+    "peer": BenchTable(
+        "A GRPO step beside TRL's GRPOTrainer, the same checkpoint, prompts and reward",
+        "TRL / Lockstep, seconds of a step",
+        peer.add_arguments,
+        peer.measure,
     ),
     "checks": BenchTable(
         "The always-on checks, timed inside a run of one rank with one thread",

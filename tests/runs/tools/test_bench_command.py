@@ -26,6 +26,12 @@ def test_plans_of_a_simulated_world(tmp_path):
     assert table["rows"][0]["columns"]["samples"] == 256 and table["versions"]["torch"] and table["machine"]
 
 
+def test_the_peer_must_be_installed(tmp_path):
+    done = bench(tmp_path, "peer --peer nowhere")
+    assert done.returncode == 1
+    assert "pip install --no-deps --target nowhere trl" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_step_of_the_program_is_measured(tmp_path):
     done = bench(tmp_path, MEASURED, "--out", "table.json")
