@@ -63,6 +63,10 @@ def seed_of_call(call: EngineCall) -> int:
     return call.params.extra_args["seed"]
 
 
+def _parameters(params: "SamplingParams") -> dict[str, Any]:
+    return {name: getattr(params, name) for name in PARAMETERS}
+
+
 @dataclass
 class Live:
     """A request that runs."""
@@ -112,11 +116,16 @@ class Calls:
         if engine.keeps_cache:
             first = request.first_version
             call.prompt["cache_salt"] = f"v{engine.weights_version if first is None else first}"
+        asked = _parameters(call.params)
         for part in engine.parts:
             part.request(engine, request, call)
+        given = _parameters(call.params)
         internal_id = self._vllm.add_request(request.name, call.prompt, call.params, **call.options)
-        received = engine.scheduler.requests[internal_id].sampling_params
-        code = parameters_code({name: getattr(received, name) for name in PARAMETERS})
+        received = _parameters(engine.scheduler.requests[internal_id].sampling_params)
+        # A part may write the same distribution in another way, for example top_k as the whole vocabulary.
+        code = parameters_code(
+            {name: asked[name] if received[name] == given[name] else received[name] for name in PARAMETERS}
+        )
         self._live[request.name] = Live(internal_id, [(0, call.version)], seed_of_call(call), code)
         if request.grammar and request.num_begun:  # vLLM's grammar begins with the request, not with the turn
             grammar = engine.scheduler.requests[internal_id].structured_output_request.grammar
