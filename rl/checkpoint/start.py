@@ -33,11 +33,13 @@ class ChangedSinceStart(RuntimeError):
 class Start:
     """Checksums of the models after all loads. Collective over the world.
 
-    source: path of the checkpoint or model, for the message.
+    source: path of the checkpoint or model, for the message. saved: the checksums that were stored with the
+    checkpoint. They take the place of the present ones, which the rest of the resume may have changed.
     """
 
-    def __init__(self, source: str, models: Mapping[str, TrainingEngine]):
+    def __init__(self, source: str, models: Mapping[str, TrainingEngine], saved: Mapping[str, int] = {}):
         self._source, self._sums = source, total_checksums(models)
+        self._sums |= {name: value for name, value in saved.items() if name in self._sums}
         self.digest = f"{zlib.crc32(repr(sorted(self._sums.items())).encode()):08x}"
         """Hash of all weights and optimizer states, equal in any layout."""
         self._steps = {name: describe(model)["optimizer_step"] for name, model in models.items()}

@@ -357,7 +357,9 @@ class CheckpointStore:
     # Loading ------------------------------------------------------------------------------------------------
 
     def load(self, saved: Saved, models: Mapping[str, TrainingEngine], *, seed: int) -> dict:
-        """Load weights, optimizer and random states; return the saved state with `step` and `metrics`.
+        """Load weights, optimizer and random states.
+
+        Returns the saved state with `step`, `metrics` and `checksums`, those of the saved models.
 
         In another world or layout, the random states are derived from `seed` instead.
 
@@ -390,7 +392,7 @@ class CheckpointStore:
             )
             reseed_rng(seed)
         state = _read_on_rank_0(lambda: _read_state(saved.path, reader))
-        return state | {"step": manifest["step"]}
+        return state | {"step": manifest["step"], "checksums": manifest["checksums"]}
 
     def load_weights(self, saved: Saved, models: Mapping[str, TrainingEngine]) -> None:
         """Load only the weights of the models, in the models' own dtype; no optimizer is needed.

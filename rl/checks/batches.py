@@ -11,19 +11,25 @@ Every function is pure and every rank has the same batch. Therefore CheckFailed 
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl.config.correction import RolloutCorrection
 from rl.data.batch import Batch, segment_counts
 from rl.data.prompts import Prompt
+from rl.objectives.log_ratio import MAX_LOG_RATIO
 from rl.objectives.segments import segment_sum
 
 RISK = 1e-12
 """Maximum probability that a statistical check ends a healthy run at one step."""
 SLACK = 1e-3
 """Evidence per token that `check_likelihoods` tolerates, in nats."""
+RATIO_ERROR = 0.01
+"""Relative rounding error of the ratio of a long sample."""
 MAX_FAILED_SHARE = 0.05
 """Share of failed trajectories in one call of the engine above which a warning is logged."""
 
@@ -124,6 +130,35 @@ def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: 
             f"order check: the samples of a validation are {len(found)} instead of {len(indices)}, or not in "
             f"the order of its prompts, from sample {sample} on: their results would be read as those of "
             "other prompts."
+        )
+
+
+def check_held_out(prompts: Sequence[Prompt], files: Sequence[str]) -> None:
+    """Check that the prompts of a validation are different rows of the files of `data.val`."""
+    known, seen = {str(Path(file)) for file in files}, set()
+    for prompt in prompts:
+        if prompt.place and (prompt.place.rpartition(", row ")[0] not in known or prompt.place in seen):
+            raise CheckFailed(
+                f"validation check: {prompt.place} is not in data.val, or is measured twice: the results "
+                "would not be those of the held-out prompts."
+            )
+        seen.add(prompt.place)
+
+
+def check_sides(batch: Batch, rows: Sequence[Any]) -> None:
+    """Check that a batch of responses from the data has the drawn rows' responses, each on its side."""
+    expected: list[np.ndarray] = []
+    for row in rows:
+        names = ("chosen_ids", "rejected_ids") if hasattr(row, "chosen_ids") else ("response_ids",)
+        expected += [getattr(row, name) for name in names]
+    labels, own = batch.extra.get("labels"), [getattr(row, "label", None) for row in rows]
+    wrong = [i for i, ids in enumerate(expected) if not np.array_equal(ids, batch.response_ids[i])]
+    wrong += [i for i, label in enumerate(own) if labels is not None and bool(labels[i]) != label]
+    if wrong:
+        raise CheckFailed(
+            f"row check: sample {wrong[0]} and {len(wrong) - 1} further samples of {len(batch)} have another "
+            "response, side or label than the rows that were drawn: chosen and rejected responses, or rows, "
+            "were exchanged."
         )
 
 
@@ -270,24 +305,34 @@ def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
     )
 
 
-def check_loss_weights(batch: Batch, *, of_samples: bool) -> None:
-    """Check the direction of the loss weights.
+def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:
+    """Check that the loss weights are the ratios pi_old / pi_rollout, within the bounds of the config.
 
-    A token that the engine samples more rarely than the policy must have a weight of at least 1, and vice
-    versa.
+    A weight of 0 is allowed for ratios outside of the bounds of icepop. Those of prefixes are not known here.
     """
     gap = batch.column("old_logprobs") - batch.column("rollout_logprobs")
     gap = torch.where(batch.mask > 0, gap, 0.0).double()
-    if of_samples:
+    if correction.weighs_samples:
         gap = segment_sum(gap, batch.lengths).repeat_interleave(batch.lengths)
-    weights = batch.column("loss_weights").double()
-    product = torch.where((batch.mask > 0) & (weights > 0), (weights - 1) * gap, 0.0)
-    if float(product.min() if len(product) else 0) < -1e-6:
-        token = int(product.argmin())
+    ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights, counted = batch.column("loss_weights").double(), batch.mask > 0
+    upper = correction.truncate_tokens or correction.truncate_samples
+    expected = ratio.clamp(max=upper) if upper else ratio
+    if not upper:  # icepop
+        low, high = correction.icepop_low * (1 + RATIO_ERROR), correction.icepop_high * (1 - RATIO_ERROR)
+        is_inside = (ratio >= low) & (ratio <= high)
+        may_drop = ~is_inside | (correction.icepop_level == "prefix")
+        expected = torch.where(may_drop & (weights == 0), 0.0, expected)
+        beyond = ratio > correction.icepop_high * (1 + RATIO_ERROR)
+        if correction.icepop_level != "prefix":
+            expected = torch.where(beyond, 0.0, expected)
+    wrong = counted & ~((weights - expected).abs() <= RATIO_ERROR * expected)
+    if wrong.any():
+        token = int(wrong.nonzero()[0])
         raise CheckFailed(
             f"loss weight check: a token has the importance weight {float(weights[token]):.4g}, but log "
-            f"pi_old - log pi_rollout = {float(gap[token]):.4g}: the weight must be pi_old / pi_rollout, "
-            "truncated."
+            f"pi_old - log pi_rollout = {float(gap[token]):.4g} gives {float(expected[token]):.4g}: the "
+            "weight must be pi_old / pi_rollout, within the bounds of rollout_correction."
         )
 
 

@@ -17,6 +17,7 @@ from rl.checks.batches import (
     check_duplicates,
     check_endings,
     check_groups,
+    check_held_out,
     check_informative,
     check_likelihoods,
     check_order,
@@ -26,16 +27,18 @@ from rl.checks.logprobs import (
     FP8_FACTOR,
     check_engine,
     check_equal,
+    check_moved,
     check_reference,
     present_tokens,
     rounding_limit,
 )
 from rl.checks.noise import ENTROPY_SLACK, Direction, DrawnEntropy, Gaps
+from rl.checks.reference import ReferencePass
 from rl.checks.rounding import RoundingNoise
 from rl.checks.sampling import check_sampling
 from rl.checks.slope import SlopeCheck
 from rl.checks.staleness import check_present
-from rl.checks.updates import LearningRates, UpdateChecks, check_coverage
+from rl.checks.updates import LearningRates, UpdateChecks, WrongLearningRate, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -91,6 +94,11 @@ class Checks:
         self._slope = SlopeCheck(policy)
         self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
         self._direction = Direction()
+        self._references: dict[TrainingEngine, ReferencePass] = {}
+        self._updates: UpdateChecks | None = None
+        """Those of the policy's last step in this start."""
+        self._has_moved = False
+        """Whether an earlier step of this start has moved the policy's weights."""
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked already in this process (`rl.checks.objective`)."""
 
@@ -116,6 +124,7 @@ class Checks:
 
         prompts: the prompts of the validation, in order.
         """
+        check_held_out(prompts, self._config.data.val)
         check_sampling(batch, self._config, "greedy" if is_greedy else "validation")
         check_present(batch, self._policy.version)
         self._samples(batch, samples_per_prompt)
@@ -194,9 +203,39 @@ class Checks:
             self._objective(batch, loss)
             noise = None if self.noise is None else self.noise.noise
             self._slope.check(batch, plans[0], noise=noise)
+        self._check_schedule(name, model, schedule)
         check_coverage(batch, [[i for rank in plan for micro in rank for i in micro] for plan in plans])
         self.rates.check(name, schedule, step)
-        return UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
+        columns = {"policy": batch.ref_logprobs, "implicit_reward": batch.extra.get("implicit_ref_logprobs")}
+        if (logprobs := columns.get(name)) is not None:
+            self.reference_of(model).check(batch, logprobs)
+        updates = UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
+        if name == "policy":
+            self._has_moved |= self._updates is not None and self._updates.has_moved
+            self._updates = updates
+        return updates
+
+    def _check_schedule(self, name: str, model: TrainingEngine, schedule: RateSchedule) -> None:
+        """Raise WrongLearningRate if a model learns by another model's schedule or optimizer section."""
+        config = self._config
+        sections = {
+            "policy": config.training.optimizer,
+            "critic": config.critic.optimizer,
+            "implicit_reward": config.implicit_reward.optimizer,
+        }
+        own = sections.get(name, schedule.optimizer)
+        warmup = config.critic.warmup_steps if name == "policy" else 0
+        expected = RateSchedule(own, config.run.max_steps, warmup)
+        if schedule != expected or model.spec.optimizer != own:
+            raise WrongLearningRate(
+                f"the {name} learns by {schedule} with the optimizer {model.spec.optimizer}, but the config "
+                f"gives {expected}: the schedule or the optimizer is that of another model."
+            )
+
+    def reference_of(self, model: TrainingEngine) -> ReferencePass:
+        """Return the checks of a model's passes with the reference weights."""
+        slack = self._config.agreement.logprob_slack
+        return self._references.setdefault(model, ReferencePass(model, slack))
 
     def weights(self, name: str, model: TrainingEngine) -> None:
         """Check before an update that all ranks hold equal weights, and run the checks of the model's parts.
@@ -239,6 +278,10 @@ class Checks:
     def _along_reference(self, batch: Batch) -> None:
         """Run `Direction.check` as soon as both the old and the reference log-probs are known."""
         columns = batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs
+        # The only update of a step may fill `old_logprobs`, which are of the weights before it.
+        last = self._updates if self._updates is not None and self._updates.batch is not batch else None
+        if self._has_moved or (last is not None and last.has_moved):
+            check_moved(batch)
         if self._limit and all(column is not None for column in columns):
             version = self._policy.version
             self._direction.check(batch, present_tokens(batch, version, whole=True), version=version)

@@ -29,6 +29,8 @@ MIN_UNITS = 32
 MIN_PROMPTS = 16
 """Minimum number of prompts, of one or more steps, whose gaps are compared with the distance from the
 reference."""
+SMALL_VOCABULARY = 4096
+"""Vocabulary below which `DrawnEntropy` cuts as for this one."""
 ENTROPY_SLACK = 8
 """Divisor of the bound for log-probs: the mean of -log q may differ from the entropy by the quotient."""
 DEVIATIONS = 9.0
@@ -70,14 +72,15 @@ class DrawnEntropy:
     probability of at most exp(-a^2 / (2 (V + a b / 3))). For example, samples with another temperature or
     from a truncated distribution exceed this bound.
 
-    vocab_size: number of tokens of the vocabulary. It determines b: the tokens with -log q > b have a total
-        probability of at most 1 / vocab_size.
+    vocab_size: number V of tokens of the vocabulary. It determines b. The cut at b lowers the mean by at most
+        V b exp(-b). With a small vocabulary this hides small errors, so a larger b is tried, too.
     """
 
     def __init__(self, vocab_size: int):
-        self._cut = 2 * math.log(vocab_size)
-        self._sums = np.zeros(3)
-        """Sum of the differences, sum of the entropies, and number of tokens, float64 [3]."""
+        cuts = {2 * math.log(size) for size in (vocab_size, max(vocab_size, SMALL_VOCABULARY))}
+        self._lost = {cut: vocab_size * cut * math.exp(-cut) for cut in cuts}
+        self._sums = dict.fromkeys(cuts, np.zeros(3))
+        """Sum of the differences, sum of the entropies, and number of tokens, float64 [3], for each b."""
 
     def check(self, batch: Batch, entropy: Tensor, counted: Tensor, *, slack: float) -> None:
         """Raise CheckFailed if the tokens were not drawn from the engine's distribution.
@@ -88,22 +91,22 @@ class DrawnEntropy:
         """
         assert batch.rollout_logprobs is not None
         own = entropy[counted].double().clamp(min=0.0)
-        found = (-batch.rollout_logprobs[counted].double()).clamp(max=self._cut) - own
-        step = np.array([float(found.sum()), float(own.sum()), len(found)])
-        self._sums = step + self._sums * (FADE, FADE**2, FADE)
-        beyond = self._cut * math.exp(-self._cut / 2)  # the cut at b lowers the mean by at most this
-        for total, entropies, count in (step, self._sums):
-            first = -math.log(RISK / 2) * self._cut / 3
-            limit = first + math.sqrt(first**2 - 2 * math.log(RISK / 2) * self._cut * entropies)
-            limit += (slack + beyond) * count
-            if abs(total) > limit:
-                raise CheckFailed(
-                    f"entropy check: over the last {count:.0f} sampled tokens the mean of -log q is "
-                    f"{total / count:+.3g} nats from the entropy of q, more than chance explains "
-                    f"({limit / count:.2g}, probability below {RISK:g}): the tokens were drawn from another "
-                    "distribution than the one whose log-probs the engine reports. Temperature, penalties "
-                    "or truncation differ."
-                )
+        surprise = -batch.rollout_logprobs[counted].double()
+        for cut, lost in self._lost.items():
+            step = np.array([float((surprise.clamp(max=cut) - own).sum()), float(own.sum()), len(own)])
+            self._sums[cut] = step + self._sums[cut] * (FADE, FADE**2, FADE)
+            for total, entropies, count in (step, self._sums[cut]):
+                first = -math.log(RISK / 2) * cut / 3
+                limit = first + math.sqrt(first**2 - 2 * math.log(RISK / 2) * cut * entropies)
+                limit += (slack + (lost if total < 0 else 0.0)) * count
+                if abs(total) > limit:
+                    raise CheckFailed(
+                        f"entropy check: over the last {count:.0f} sampled tokens the mean of -log q is "
+                        f"{total / count:+.3g} nats from the entropy of q, more than chance explains "
+                        f"({limit / count:.2g}, probability below {RISK:g}): the tokens were drawn from "
+                        "another distribution than the one whose log-probs the engine reports. Temperature, "
+                        "penalties or truncation differ."
+                    )
 
 
 class Gaps:

@@ -7,7 +7,8 @@ to the log-probs is computed on a few tokens. It must have these properties:
                   have none
     other ratios  at equal ratios r within the clip range the gradient is r times the gradient at ratio 1, for
                   losses of samples too (PROPORTIONAL); for the losses in OTHERWISE it differs from the
-                  gradient at ratio 1
+                  gradient at ratio 1; for the losses in CLIPPED the gradient beyond the clip range and
+                  beyond the dual clip is that of the formula
     KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
     entropy       the bonus increases the entropy of the counted tokens only
 
@@ -31,6 +32,8 @@ DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": l
 PROPORTIONAL = {"cispo", "clip-cov", "dppo-kl", "dppo-tv", "gmpo", "gspo", "kl-cov", "luspo", "ppo"}
 """Losses whose gradient, within the clip range, is proportional to the ratio of the token or of the
 sample."""
+CLIPPED = {"cispo", "gspo", "ppo"}
+"""Losses whose gradient beyond the clip range is known (`_factor`)."""
 OTHERWISE = {"dro", "fipo", "sapo", "vespo"}
 """Losses whose gradient depends on the ratio in another way."""
 OPTIONAL = ("loss_weights", "trajectory_tokens")
@@ -53,6 +56,7 @@ def check_objective(loss: LossFunction, config: Config) -> None:
         if not (raised == (advantages > 0))[counted].all():
             problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
     problem = problem or _problem_of_ratio(loss, config, advantages)
+    problem = problem or _problem_of_clip(loss, config, advantages)
     if not problem and goal.kl_coef:
         problem = _problem_of_kl(loss, config)
     if not problem and goal.entropy_coef:
@@ -162,6 +166,42 @@ def _problem_of_ratio(loss: LossFunction, config: Config, advantages: Tensor) ->
     if not torch.allclose(change, at_one, rtol=1e-3, atol=1e-9 * float(at_one.abs().max())):
         return f"at ratio {1 + near:g} its gradient is not the ratio times that at ratio 1"
     return ""
+
+
+def _problem_of_clip(loss: LossFunction, config: Config, advantages: Tensor) -> str:
+    goal = config.objective
+    if goal.loss not in CLIPPED:
+        return ""
+    dual = getattr(goal, "dual_clip", 0.0) or goal.kwargs.get("dual_clip", 0.0)
+    beyond = [1 + 1.5 * goal.clip_high, 1.5 * max(dual, 1 + goal.clip_high)]
+    beyond += [1 - 1.5 * goal.clip_low] if goal.clip_low < 0.6 else []
+    at_one = ObjectivePoint(loss, config, advantages=advantages)
+    none = ObjectivePoint(loss, config, advantages=torch.zeros_like(advantages))
+    for ratio in beyond:
+        far, penalties = (
+            ObjectivePoint(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope
+            for a in (advantages, torch.zeros_like(advantages))
+        )
+        factors = torch.tensor([_factor(ratio, a, config, dual) for a in advantages.tolist()])
+        expected = factors * (at_one.slope - none.slope)
+        if not torch.allclose(
+            far - penalties, expected, rtol=1e-3, atol=1e-6 * float(at_one.slope.abs().max())
+        ):
+            return (
+                f"at ratio {ratio:g}, beyond the clip range {1 - goal.clip_low:g} to {1 + goal.clip_high:g}, "
+                "its gradient is not that of the formula"
+            )
+    return ""
+
+
+def _factor(ratio: float, advantage: float, config: Config, dual: float) -> float:
+    """Return the gradient at a ratio, in units of the gradient at ratio 1."""
+    goal = config.objective
+    low, high = 1 - goal.clip_low, 1 + goal.clip_high
+    if goal.loss == "cispo":
+        return min(max(ratio, low), high)
+    is_cut = ratio > high if advantage > 0 else ratio < low or (goal.loss == "ppo" and dual and ratio > dual)
+    return 0.0 if is_cut else ratio
 
 
 def _problem_of_kl(loss: LossFunction, config: Config) -> str:

@@ -154,9 +154,9 @@ class UpdateChecks:
         is_first: bool,
         size: float,
     ):
-        self._model, self._batch, self._rates, self._schedule = model, batch, rates, schedule
+        self._model, self.batch, self._rates, self._schedule = model, batch, rates, schedule
         self._step, self._is_first, self._size = step, is_first, size
-        self._has_moved, self._num_equal = False, 0.0
+        self.has_moved, self._num_equal = False, 0.0
 
     def begin(self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan) -> None:
         """Prepare for an update. totals: the denominators of the loss."""
@@ -217,11 +217,11 @@ class UpdateChecks:
     @torch.no_grad()
     def _split(self, micro: MicroBatch, value: Tensor, slopes: list[Tensor]) -> None:
         """Record the losses of a micro-batch and of its halves, if it has at least two units of samples."""
-        unit = self._batch.samples_per_unit
+        unit = self.batch.samples_per_unit
         middle = len(micro.samples) // unit // 2 * unit
         if not middle:
             return
-        first = int(self._batch.lengths[micro.samples[:middle]].sum())
+        first = int(self.batch.lengths[micro.samples[:middle]].sum())
         of_halves = [
             self._loss(_part(micro, samples, tokens))[0].detach()
             for samples, tokens in (
@@ -264,7 +264,7 @@ class UpdateChecks:
 
         If a token was not, a collective over the world finds the ranks, for the message.
         """
-        planned = [_planned(self._batch, [i for micro in rank for i in micro]) for rank in self._plan]
+        planned = [_planned(self.batch, [i for micro in rank for i in micro]) for rank in self._plan]
         total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
         # If the denominators of ranks differ, the shares may still add up to 1, but the products are larger.
         is_whole = max(abs(share - 1.0), abs(product / max(total, 1.0) ** 2 - 1.0)) <= TOLERANCE
@@ -305,7 +305,7 @@ class UpdateChecks:
                 f"model.dtype={str(dtype).removeprefix('torch.')}: the old ones are of other weights or "
                 "tokens."
             )
-        self._num_equal = self._num_equal + compared if self._has_moved and not gap else 0.0
+        self._num_equal = self._num_equal + compared if self.has_moved and not gap else 0.0
         if self._num_equal > NUM_EQUAL:
             raise CheckFailed(
                 f"ratio check: after an update that moved weights, {self._num_equal:g} outputs are "
@@ -318,7 +318,7 @@ class UpdateChecks:
                 f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate "
                 f"{lr:.3g}, but the update changed no weight."
             )
-        self._has_moved |= result.has_moved and should_move and lr > SMALL_STEP * eps
+        self.has_moved |= result.has_moved and should_move and lr > SMALL_STEP * eps
         self._is_first = False
 
 

@@ -57,6 +57,8 @@ class Asked:
     """Column `data_source`, or the name of the file without its extension."""
     source: int
     """Index of its file in `files`."""
+    place: str = ""
+    """Its file and row, for error messages."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -223,6 +225,7 @@ def _load(
     for index in np.flatnonzero(kept).tolist():
         asked = dict(
             index=index,
+            place=rows[index].place,
             prompt_ids=prompt_ids[index][-max_prompt_tokens:],
             text=show(texts[index], tokenizer),
             data_source=data_source(rows[index]),

@@ -122,7 +122,7 @@ def _row_at(path: Path, number: int) -> dict[str, Any]:
         content, starts = _lines(path)
         if starts.size:
             return dict(_parse(content[starts[number - 1] : starts[number]].decode("utf-8-sig"), str(path)))
-        return dict(_parse(content.decode("utf-8-sig"), str(path))[number - 1])
+        return dict(_array(path)[number - 1])
     if path.suffix == ".parquet" and path.is_file():
         with _reading(path, "parquet"):
             starts = _groups(path)
@@ -144,6 +144,12 @@ def _lines(path: Path) -> tuple[bytes, np.ndarray]:
         return content, np.empty(0, np.int64)
     ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n")) + 1
     return content, np.array([0, *ends.tolist(), len(content)])
+
+
+@functools.lru_cache(maxsize=2)
+def _array(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a JSON array. It is parsed once, because it has no lines to look up."""
+    return list(_parse(path.read_text("utf-8-sig"), str(path)))
 
 
 @functools.lru_cache(maxsize=16)

@@ -30,6 +30,7 @@ from rl.data.prompt_order import MixedOrder, PromptOrder
 from rl.data.prompts import Prompt, end_token_ids, load_prompts, load_tokenizer
 from rl.data.reading import check_data_files
 from rl.data.rendering import check_rendering
+from rl.data.responses_again import check_responses
 from rl.data.special_tokens import allow_in_content
 from rl.data.token_ids import check_model_ids, check_rows, check_stops, check_tokenizer
 from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
@@ -118,6 +119,7 @@ class Inputs:
             # Pairs have rules of their own.
             prompts = [row for row in rows if isinstance(row, Prompt)]
             check_rows(key, rows, self.tokenizer, own["vocab_size"])
+            check_responses(rows, self.tokenizer, config.data)
             check_rendering(prompts, self.tokenizer, key=key, max_prompt_tokens=config.data.max_prompt_tokens)
         self.rewards: RewardPlan | None = None
         if needs_reward(config):

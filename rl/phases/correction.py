@@ -27,7 +27,7 @@ def weigh(batch: Batch, correction: RolloutCorrection, weights: Tensor | None) -
     metrics = rollout_correction.metrics(*pair, lengths, mask, level=level, upper=upper)
     if weights is not None:
         batch.extra["loss_weights"] = weights
-        check_loss_weights(batch, of_samples=correction.weighs_samples)
+        check_loss_weights(batch, correction)
         metrics["rollout_corr/weight_mean"] = token_mean(weights, mask)
     return metrics
 

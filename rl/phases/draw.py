@@ -6,6 +6,8 @@ For example, with data.prompts_per_step=16 step 3 draws rows 32 to 47 of the epo
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from rl.checks.batches import CheckFailed
 from rl.data.preferences import Labelled, PreferencePair
 from rl.data.prompt_order import EpochOrder, MixedOrder
@@ -13,12 +15,23 @@ from rl.data.prompts import Prompt
 
 
 class Draw:
-    """Draws the data's rows in the order of its epochs. Identical on every rank."""
+    """Draws the data's rows in the order of its epochs. Identical on every rank.
+
+    seed, shuffle: run.seed and data.shuffle, from which the order is computed again; None as the seed: a
+    mixture or user code determines the order.
+    """
 
     def __init__(
-        self, rows: list[Prompt] | list[PreferencePair] | list[Labelled], order: EpochOrder | MixedOrder
+        self,
+        rows: list[Prompt] | list[PreferencePair] | list[Labelled],
+        order: EpochOrder | MixedOrder,
+        *,
+        seed: int | None = None,
+        shuffle: bool = True,
     ):
-        self.rows, self._order = rows, order
+        self.rows, self._order, self._seed, self._shuffle = rows, order, seed, shuffle
+        self.last: list = []
+        """Rows of the last draw."""
         self.num_drawn = 0
         """Rows that the steps of the run have drawn, including steps before a resume."""
 
@@ -35,8 +48,29 @@ class Draw:
                 f"draw check: the data cursor is behind {passed} prompts, but the steps so far have drawn "
                 f"{self.num_drawn}: prompts are {'skipped' if passed > self.num_drawn else 'repeated'}."
             )
+        drawn = self._order.draw(number)
+        self._check_order(drawn)
         self.num_drawn += number
-        return [self.rows[i] for i in self._order.draw(number)]
+        self.last = [self.rows[i] for i in drawn]
+        return self.last
+
+    def _check_order(self, drawn: np.ndarray) -> None:
+        """Raise CheckFailed unless these rows come next in the epochs of (seed, epoch)."""
+        size, start = len(self.rows), self.num_drawn
+        if self._seed is None or not len(drawn):
+            return
+        for epoch in range(start // size, (start + len(drawn) - 1) // size + 1):
+            order = np.random.default_rng([self._seed, epoch]).permutation(size)
+            order = order if self._shuffle else np.arange(size)
+            first, last = (min(max(n - epoch * size, 0), size) for n in (start, start + len(drawn)))
+            own = drawn[first + epoch * size - start : last + epoch * size - start]
+            if not np.array_equal(own, order[first:last]):
+                found, expected = own[:4].tolist(), order[first:last][:4].tolist()
+                raise CheckFailed(
+                    f"draw check: rows {found} ... were drawn in epoch {epoch}, but with "
+                    f"run.seed={self._seed} and data.shuffle={self._shuffle} rows {expected} ... come next: "
+                    "rows are repeated, left out, or in the order of another epoch."
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor. Later draws do not modify the returned object."""

@@ -147,4 +147,6 @@ class Inference:
             if not of_reference:
                 return model.forward(batch, micro_batches, names, bar)
             with model.reference_weights():
-                return model.forward(batch, micro_batches, names, bar)
+                outputs = model.forward(batch, micro_batches, names, bar)
+                self._checks.reference_of(model).take(batch, micro_batches[0])
+                return outputs

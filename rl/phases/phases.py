@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.checks.batches import check_sides
 from rl.checks.checks import Checks
-from rl.config.schema import Config
+from rl.config.declarations import shipped
+from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, PreferencePair
 from rl.data.prompts import Prompt
@@ -207,6 +209,8 @@ class Phases:
         """Update the policy on the batch's mini-batches. See `Updates.policy`."""
         if self.teaching is not None:
             self.teaching.add_to_advantages(batch)
+        if self.config.algorithm in shipped() and "samples" not in algorithm_of(self.config).needs:
+            check_sides(batch, self.draw.last)
         self.updates.policy(batch, loss, select_tokens=select_tokens, mismatched=mismatched)
 
     def update_critic(self, batch: Batch) -> None:

@@ -60,6 +60,8 @@ class RunCheckpoints:
     def __init__(self, config: Config, store: CheckpointStore, phases: Phases, status: Status):
         self._config, self._store, self._phases, self._status = config, store, phases, status
         self._contents = contents(config, phases.draw.rows)
+        self._resumed: tuple[str, dict] | None = None
+        """Path and state of the checkpoint that this start continues, until `check_resumed`."""
 
     def resume(self, newest: Saved | None, named: Saved | None) -> tuple[int, dict[str, float]]:
         """Load the newest checkpoint of the run or, if there is none, the checkpoint of checkpoint.resume.
@@ -109,8 +111,18 @@ class RunCheckpoints:
             restored |= drawn
         check_restored(str(saved.path), state, restored)
         phases.sampler.load_state_dict(state)
-        phases.checks.start = Start(str(saved.path), models)
+        phases.checks.start = Start(str(saved.path), models, state["checksums"])
+        self._resumed = str(saved.path), state
         return state["step"], state["metrics"]
+
+    def check_resumed(self) -> None:
+        """Raise ChangedSinceStart if anything has changed controllers, version or rates since the resume.
+
+        Call it before the first step collects, when everything else has run.
+        """
+        if self._resumed is not None:
+            check_restored(*self._resumed, self._controllers())
+            self._resumed = None
 
     def state(self, cursor: dict) -> dict:
         """Return the contents of a checkpoint besides the models. Only rank 0's contents are written.

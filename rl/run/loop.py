@@ -211,6 +211,7 @@ class TrainingLoop:
         with step.timed("step"):
             if generates_batches(config):
                 self._phases.sampler.refit()
+            self._checkpoints.check_resumed()
             self._cursor = self._collect_and_learn()
         step.log_performance(num_ranks=job().world_size)
         step.metrics["training/epoch"] = self._phases.draw.epochs

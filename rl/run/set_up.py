@@ -106,7 +106,12 @@ def make_phases(
         step=step,
         engines=engines,
         memory=memory,
-        draw=Draw(inputs.prompts, inputs.prompt_order()),
+        draw=Draw(
+            inputs.prompts,
+            inputs.prompt_order(),
+            seed=None if config.data.train_weights or config.data.curriculum else config.run.seed,
+            shuffle=config.data.shuffle,
+        ),
         sampler=sampler,
         scorer=None if pool is None else Scorer(config, inputs, step.device, engines, pool),
         end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},

@@ -6,15 +6,12 @@ import torch
 from torch import Tensor
 
 from rl.runtime.collectives import gather_objects
-from rl.training.gradients import ReductionProbe, check_clipped, clipped_norms
+from rl.training.gradients import ReductionProbe, WrongReduction, check_clipped, clipped_norms, num_not_zero
 from rl.training.optimizer import StateSample, WrongStep
 from rl.training.parts import TrainerPart
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
-
-PROBED = 4
-"""Number of elements of `ReductionProbe.sums`."""
 
 
 class StepAudit(TrainerPart):
@@ -38,6 +35,7 @@ class StepAudit(TrainerPart):
 
     def before_update(self) -> None:
         self._probe.begin(self._engine.num_updates)
+        self._num_not_zero = num_not_zero(self._engine.wrapped)
 
     def before_step(self) -> None:
         optimizer = self._engine.optimizer
@@ -51,11 +49,18 @@ class StepAudit(TrainerPart):
         wrong, num_moved = self._state.changes(engine.optimizer, lr)
         clipped = clipped_norms(engine.optimizer, engine.learned_map, norm, self._num_changed)
         moved = num_moved if engine.grid.reports_results else torch.zeros_like(num_moved)
-        return [self._reduced, moved.view(1), wrong.view(1), clipped]
+        return [self._reduced, moved.view(1), wrong.view(1), self._num_not_zero.view(1), clipped]
 
     def summed(self, numbers: list[float]) -> None:
-        moved, num_wrong, *clipped = numbers[PROBED:]
-        self._probe.check(numbers[:PROBED])
+        num_probed = self._probe.num_sums
+        moved, num_wrong, not_zero, *clipped = numbers[num_probed:]
+        if not_zero:
+            raise WrongReduction(
+                f"{not_zero:.0f} sampled elements of the gradient buffers were not 0 before the first "
+                "micro-batch of an update: they hold gradients of an earlier update or other values, which "
+                "would be added to the gradient."
+            )
+        self._probe.check(numbers[:num_probed])
         check_clipped(clipped, self._adam.clip_grad)
         if num_wrong:
             raise WrongStep.of(gather_objects(self._state.describe()))

@@ -1,8 +1,10 @@
 """Accumulation of gradients over micro-batches, and their reduction over data parallel ranks."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from math import sqrt
 from typing import Any
 
@@ -118,6 +120,10 @@ SMALLEST = 1e-12
 """Norm below which the squares of a large model's gradients are not representable in float32."""
 
 
+ELEMENTS = 256
+"""Approximate number of elements of a weight in the sum over the weights that are not compared whole."""
+
+
 class WrongReduction(RuntimeError):
     """Raised on every rank if gradients were not summed exactly once over the ranks, or clipped wrongly."""
 
@@ -146,18 +152,53 @@ def part_of(
     return parameter, float(in_parts or tp_rank == 0)
 
 
+@dataclass
+class Watched:
+    """A weight that an update watches, as this rank sees it."""
+
+    name: str
+    parameter: Any
+    """Any, because Megatron adds `main_grad` to it. None if this rank learns no part of the weight."""
+    share: float
+    """Factor of this rank's gradient in the sum over ranks (`part_of`)."""
+    stride: int = 1
+    """Distance of the elements that are added up."""
+    code: float = 1.0
+    """Factor by which errors of different weights cannot cancel each other."""
+    found: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add the terms of an unreduced gradient: its weighted sum, and the sum of absolute values."""
+        flat = gradient.detach().reshape(-1)  # a transposed factor's gradient is not contiguous
+        size = flat[:: self.stride].abs().sum(dtype=torch.float64)
+        self.found.append(self.share * self.code * torch.stack((self.weighted(flat), size)))
+
+    def weighted(self, part: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Return the sum of the elements of a part of the flat gradient, float64 [].
+
+        The second half of the gradient counts twice. Without this weight the sum for the head's gradient
+        would be 0, because probabilities add up to 1. first: index of the part's first element.
+        """
+        middle, last = self.parameter.numel() // 2, first + len(part)
+        return self._sum(part, first, first) + self._sum(part, first, min(max(middle, first), last))
+
+    def _sum(self, part: torch.Tensor, first: int, start: int) -> torch.Tensor:
+        aligned = -(-start // self.stride) * self.stride
+        return part[aligned - first :: self.stride].sum(dtype=torch.float64)
+
+
 class ReductionProbe:
-    """Compares the reduced gradient of one weight with the gradients of all ranks' backward passes.
+    """Compares reduced gradients with the gradients of all ranks' backward passes.
 
     If a reduction is left out, done twice or divided, the replicas of the weights are still equal, so that no
     comparison of weights finds the error. For example, a mean in place of the sum scales the gradients of all
-    replicas by the same factor. Each update watches the next weight that learns, so that all weights are
-    watched in turn, including biases, tied embeddings, routed experts and adapters.
+    replicas by the same factor. Each update watches one weight of each kind, and about ELEMENTS elements of
+    every other weight in one sum. A kind is a name without the numbers of layer and expert.
 
-    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. This hook
-    does not see values that Transformer Engine's products add to the gradient directly
-    (`_accumulate_in_products`), so these weights are not watched then. Building a probe is collective over
-    the world.
+    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. Then the sum
+    over the other weights is left out. The hook does not see values that Transformer Engine's products add to
+    the gradient directly (`_accumulate_in_products`), so these weights are not watched then. Building a probe
+    is collective over the world.
     """
 
     def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]) -> None:
@@ -167,76 +208,100 @@ class ReductionProbe:
         hidden = {w.hf[0] for w, parameter in learned.local() if getattr(parameter, "adds_in_product", False)}
         if self._overlaps:  # a weight is watched on all ranks that hold a part of it
             hidden = set().union(*gather_objects(sorted(hidden)))
-        self._weights = [w for w in learned.weights if not self._overlaps or w.hf[0] not in hidden]
-        self._name, self._share, self._reports = "", 0.0, False
-        self._weight: Any = None
-        """The watched parameter; Any, because Megatron adds `main_grad` to it."""
-        self._found: list[torch.Tensor] = []
-        self._hook = None
+        kinds: dict[str, list[Weight]] = {}
+        for weight in learned.weights:
+            if not self._overlaps or weight.hf[0] not in hidden:
+                kinds.setdefault(re.sub(r"\d+", "*", weight.hf[0]), []).append(weight)
+        self._kinds = list(kinds.values())
+        self.num_sums = 4 * (len(kinds) + 1)
+        """Number of elements of `sums`."""
+        self._watched: list[list[Watched]] = []
+        """One list for each kind, and last the list of all other weights."""
+        self._hooks: list[Any] = []
         if not self._overlaps:
             reduce = config.finalize_model_grads_func
 
             def read_and_reduce(*args: Any, **kwargs: Any) -> None:
-                if self._weight is not None:
-                    self._add(self._weight.main_grad)
+                for each in chain.from_iterable(self._watched):
+                    each.add(each.parameter.main_grad)
                 reduce(*args, **kwargs)
 
             config.finalize_model_grads_func = read_and_reduce
 
     def begin(self, number: int) -> None:
-        """Select the weight that update `number` watches. Not collective."""
-        self._found.clear()
-        if self._hook is not None:
-            self._hook.remove()
-        weight = self._weights[number % len(self._weights)]
-        self._name, self._hook = weight.hf[0], None
-        self._weight, self._share = part_of(self._learned, weight, self._config)
-        if self._weight is None:
-            return
-        self._reports = self._learned.is_counted(weight)
+        """Select the weights that update `number` watches. Not collective."""
+        while self._hooks:
+            self._hooks.pop().remove()
+        chosen = [members[number % len(members)] for members in self._kinds]
+        self._names = [weight.hf[0] for weight in chosen]
+        self._watched = [self._watch(weight) for weight in chosen]
+        others = [] if self._overlaps else [weight for weight, _ in self._learned.local()]
+        names = set(self._names)
+        rest = [self._watch(w, code=1 + n % 7) for n, w in enumerate(others) if w.hf[0] not in names]
+        self._watched.append(list(chain.from_iterable(rest)))
         if self._overlaps:
-            self._hook = self._weight.register_hook(self._add)
+            each = chain.from_iterable(self._watched)
+            self._hooks = [watched.parameter.register_hook(watched.add) for watched in each]
 
-    def _add(self, gradient: torch.Tensor) -> None:
-        flat = gradient.detach().reshape(-1)  # a transposed factor's gradient is not contiguous
-        self._found.append(torch.stack((_weighted(flat), flat.abs().sum(dtype=torch.float64))))
+    def _watch(self, weight: Weight, code: int = 0) -> list[Watched]:
+        """Return the weight as this rank sees it; [] if the rank learns no part of it.
+
+        code: of a weight of which only some elements are added up; 0: all elements.
+        """
+        parameter, share = part_of(self._learned, weight, self._config)
+        if parameter is None:
+            return []
+        stride = max(1, parameter.numel() // ELEMENTS) if code else 1
+        return [Watched(weight.hf[0], parameter, share, stride, code or 1)]
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:
-        """Return this rank's terms for `check`, float64 [4], to be summed over the world.
+        """Return this rank's terms for `check`, float64 [num_sums], to be summed over the world.
 
-        Call it between the reduction and the optimizer's step.
+        Call it between the preparation of the gradients and the optimizer's step.
         """
-        sums = torch.zeros(4, dtype=torch.float64, device=self._learned.device)
-        if self._weight is not None:
-            if self._found:
-                sums[:2] = self._share * torch.stack(self._found).sum(0)
-                sums[2] = len(self._found)
-            if self._reports and (part := owned_part(optimizer, self._weight)) is not None:
-                sums[3] = _weighted(self._weight.main_grad.view(-1), part)
-        return sums
+        sums = torch.zeros(len(self._watched), 4, dtype=torch.float64, device=self._learned.device)
+        mains = {parameter: main for parameter, main, _ in main_weights(optimizer)}
+        counted = {
+            parameter for weight, parameter in self._learned.local() if self._learned.is_counted(weight)
+        }
+        for row, members in zip(sums, self._watched):
+            if found := [terms for watched in members for terms in watched.found]:
+                row[:2] = torch.stack(found).sum(0)
+                row[2] = max(len(watched.found) for watched in members)
+            reduced = [
+                watched.code * watched.weighted(gradient_of(mains[own]).view(-1), part.start)
+                for watched in members
+                if (own := watched.parameter) in counted and (part := owned_part(optimizer, own)) is not None
+            ]
+            if reduced:
+                row[3] = torch.stack(reduced).sum()
+        return sums.view(-1)
 
     def check(self, sums: list[float]) -> None:
-        """Raise WrongReduction if the two sums differ by more than the rounding of float32 sums.
+        """Raise WrongReduction if two sums differ by more than the rounding of float32 sums.
 
         sums: `sums`, summed over the world.
         """
-        own, size, terms, reduced = sums
-        if not abs(own - reduced) <= 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:  # or NaN
-            raise WrongReduction(
-                f"the gradients of {self._name} on all ranks add up to {own:.6g}, but the "
-                f"reduced gradient to {reduced:.6g}: it was not summed exactly once over the data parallel "
-                "ranks."
-            )
+        for name, row in zip([*self._names, "the other weights"], range(0, len(sums), 4)):
+            own, size, terms, reduced = sums[row : row + 4]
+            if not abs(own - reduced) <= 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:  # or NaN
+                raise WrongReduction(
+                    f"the gradients of {name} on all ranks add up to {own:.6g}, but the "
+                    f"reduced gradient to {reduced:.6g}: it was not summed exactly once over the data "
+                    "parallel ranks, or changed before the optimizer read it."
+                )
 
 
-def _weighted(flat: torch.Tensor, part: slice | None = None) -> torch.Tensor:
-    """Return the sum of the elements of `flat` in `part`, float64 []. The second half of `flat` counts twice.
+def num_not_zero(wrapped: Sequence[DistributedDataParallel]) -> torch.Tensor:
+    """Return how many of some elements of each gradient buffer are not 0, float64 [], without a sync.
 
-    Without this weight the sum for the head's gradient would be 0, because probabilities add up to 1.
+    Before the first micro-batch of an update there must be none: gradients of an earlier update would count
+    again, and so would reference weights, which passes copy there.
     """
-    part, middle = part or slice(0, len(flat)), len(flat) // 2
-    second = flat[max(part.start, middle) : part.stop]
-    return flat[part].sum(dtype=torch.float64) + second.sum(dtype=torch.float64)
+    counts = [
+        (flat[:: max(1, len(flat) // (16 * ELEMENTS))] != 0).sum() for flat in gradient_buffers(wrapped)
+    ]
+    return torch.stack(counts).sum().double() if counts else torch.zeros((), dtype=torch.float64)
 
 
 @torch.no_grad()

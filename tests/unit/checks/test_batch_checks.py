@@ -23,6 +23,7 @@ from rl.checks.batches import (
     warn_of_failures,
 )
 from rl.checks.objective import check_objective
+from rl.config.correction import RolloutCorrection
 from rl.config.declarations import formulas, literal_dict
 from rl.data.batch import Batch, concatenate, pair_up
 from rl.data.prompts import Prompt
@@ -196,13 +197,28 @@ def test_selected_tokens_of_older_weights_are_not_compared():
 
 def test_inverted_importance_weights_are_found():
     batch, _ = sampled(5)
-    batch.old_logprobs = batch.rollout_logprobs + 0.01 * torch.randn(len(batch.mask))
+    batch.old_logprobs = batch.rollout_logprobs + 0.02 * torch.randn(len(batch.mask))
     weights = (batch.old_logprobs - batch.rollout_logprobs).exp()
+    truncated = RolloutCorrection(truncate_tokens=1.005)
     batch.extra["loss_weights"] = weights.clamp(max=1.005)
-    check_loss_weights(batch, of_samples=False)
-    batch.extra["loss_weights"] = 1 / weights
+    check_loss_weights(batch, truncated)
+    for wrong in (1 / weights, weights):  # inverted, and without the bound
+        batch.extra["loss_weights"] = wrong
+        with pytest.raises(CheckFailed, match="a token has the importance weight"):
+            check_loss_weights(batch, truncated)
+    icepop = RolloutCorrection(icepop_low=0.9, icepop_high=1.005)
+    batch.extra["loss_weights"] = weights * (weights < 1.005)
+    check_loss_weights(batch, icepop)
+    batch.extra["loss_weights"] = weights
     with pytest.raises(CheckFailed, match="a token has the importance weight"):
-        check_loss_weights(batch, of_samples=False)
+        check_loss_weights(batch, icepop)
+
+
+def test_a_gradient_beyond_the_clip_range_is_found(monkeypatch):
+    config = config_with("objective.loss=ppo")
+    monkeypatch.setattr(torch, "maximum", lambda unclipped, clipped: unclipped)
+    with pytest.raises(CheckFailed, match="beyond the clip range 0.8 to 1.2, its gradient is not that"):
+        policy_loss(config).check()
 
 
 @pytest.mark.parametrize("name", [name for name in formulas("losses")])

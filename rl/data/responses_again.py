@@ -1,0 +1,75 @@
+"""Comparison of the data's responses with a second source: the rows of the files, read again one by one.
+
+A shifted row, exchanged sides of a pair or a wrong label changes no shape, and the loss still falls.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from rl.config.schema import Data
+from rl.data.preferences import Labelled, PreferencePair
+from rl.data.prompts import GROUND_TRUTH, Prompt, value_at
+from rl.data.reading import FileRow, read_row
+from rl.data.special_tokens import hide, special_ids
+
+NUM_COMPARED = 32
+"""Number of rows that are compared, evenly spread over the data."""
+
+
+def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
+    """Raise ValueError if the tokens of a response are not the text of its row, or a label is not the row's.
+
+    rows: pairs, labelled responses, or prompts; prompts without a response are not compared.
+    """
+    special = special_ids(tokenizer)
+    for row in rows[:: -(-len(rows) // NUM_COMPARED) or 1]:
+        if not row.place:
+            continue
+        for name, ids, value in _sides(row, read_row(row.place), data):
+            text = _last_text(value)
+            if text is None or hide(text, tokenizer) != text or "</think>" in text:
+                continue  # the template may leave out reasoning
+            expected, found = (
+                "".join(str(tokenizer.decode(part, skip_special_tokens=True)).split())
+                for part in (tokenizer.encode(text, add_special_tokens=False), ids)
+            )
+            is_cut = len(ids) > 0 and int(ids[-1]) not in special  # at a limit, perhaps within a character
+            if expected not in found and not (is_cut and found[:-2] in expected):
+                raise ValueError(
+                    f"row check: {row.place}: the tokens of {name} say {found!r:.80}, but its column "
+                    f"{text!r:.80}: rows or sides were exchanged, or the loss covers other tokens."
+                )
+        if isinstance(row, Labelled) and row.label != bool(read_row(row.place).values[data.label_key]):
+            raise ValueError(
+                f"row check: {row.place}: its label is read as {row.label}, unlike the column's."
+            )
+
+
+def _sides(row: Any, file_row: FileRow, data: Data) -> Iterator[tuple[str, np.ndarray, Any]]:
+    """Yield (name, tokens with a loss, value of the column) of each response of a row."""
+    values = file_row.values
+    if isinstance(row, PreferencePair):
+        yield "the chosen response", row.chosen_ids[row.chosen_mask > 0], values.get(data.chosen_key)
+        yield "the rejected response", row.rejected_ids[row.rejected_mask > 0], values.get(data.rejected_key)
+    elif isinstance(row, Labelled):
+        name = data.response_key or "completion"
+        yield "the response", row.response_ids[row.response_mask > 0], values.get(name)
+    elif isinstance(row, Prompt) and row.response_ids is not None:
+        ids, mask = row.response_ids, row.response_mask
+        if mask is None:
+            path = (data.response_key or GROUND_TRUTH).split(".")
+            yield "the target", ids, value_at(file_row, path)
+        elif len(row.token_ids) + len(ids) < data.max_prompt_tokens:
+            yield "the last turn", ids[mask > 0], values.get(data.messages_key)
+
+
+def _last_text(value: Any) -> str | None:
+    """Return a text, or the content of the last message of the assistant; None if there is no plain text."""
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        last = value[-1]
+        is_answer = last.get("role", last.get("from")) in ("assistant", "gpt") and last.get("weight") != 0
+        value = last.get("content", last.get("value")) if is_answer and not last.get("tool_calls") else None
+    return value if isinstance(value, str) and value.lstrip()[:1] not in ("[", "{") else None

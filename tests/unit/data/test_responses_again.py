@@ -1,0 +1,47 @@
+"""Responses of the data against the rows of the files, and the order of the draw against seed and epoch."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rl.checks.batches import CheckFailed
+from rl.config.schema import Data
+from rl.data.preferences import load_preferences
+from rl.data.prompt_order import PromptOrder
+from rl.data.responses_again import check_responses
+from rl.phases.draw import Draw
+from tests.chat_templates import tokenizer_of
+
+
+def test_exchanged_sides_and_rows_of_pairs_are_found(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "chosen": f"It is {n + 1}.", "rejected": f"No: {n}."} for n in range(4)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = tokenizer_of("qwen2.5")
+    pairs = load_preferences(
+        [path],
+        tokenizer,
+        chosen_key="chosen",
+        rejected_key="rejected",
+        prompt_key="prompt",
+        max_prompt_tokens=32,
+        max_response_tokens=32,
+        overlong="error",
+        end_token_ids=set(),
+    )
+    check_responses(pairs, tokenizer, Data())
+    one = pairs[0]
+    sides = replace(one, chosen_ids=one.rejected_ids, rejected_ids=one.chosen_ids)
+    moved = replace(one, chosen_ids=pairs[1].chosen_ids, chosen_mask=pairs[1].chosen_mask)
+    for wrong in (sides, moved):
+        with pytest.raises(ValueError, match=r"row check: .*row 1: the tokens of the chosen response say"):
+            check_responses([wrong, *pairs[1:]], tokenizer, Data())
+
+
+def test_rows_in_the_order_of_another_epoch_are_found():
+    draw = Draw(list(range(10)), PromptOrder(10, seed=3, shuffle=True), seed=3)
+    assert sorted(draw.next(4) + draw.next(13) + draw.next(3)) == sorted([*range(10)] * 2)
+    for order in (PromptOrder(10, seed=3, shuffle=False), PromptOrder(10, seed=4, shuffle=True)):
+        with pytest.raises(CheckFailed, match="were drawn in epoch 0, but with run.seed=3"):
+            Draw(list(range(10)), order, seed=3).next(4)
