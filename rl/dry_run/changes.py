@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rl.config.options import ConfigError, flatten
 from rl.config.schema import Config, needs_engine
-from rl.dry_run.estimate import Estimate, changed
+from rl.dry_run.estimate import Estimate, changed, planned
 
 LEAST_SHARE = 0.05
 """Minimum rollout.gpu_memory_utilization that is proposed."""
@@ -44,9 +44,22 @@ def cheapest_change(before: Estimate) -> Change | None:
     for factor, number in TRIALS:
         combinations = (dict(some) for some in itertools.combinations(steps, number))
         trials = [fitting(before, values, factor * world) for values in combinations if len(values) == number]
-        if found := [change for change in trials if change is not None]:
-            return min(found, key=lambda change: change.estimate.step_seconds)
+        found = [change for change in trials if change is not None]
+        for change in sorted(found, key=lambda change: change.estimate.step_seconds):
+            if (connected := _connected(before, change)) is not None:
+                return connected
     return None
+
+
+def _connected(before: Estimate, change: Change) -> Change | None:
+    """Return the change if it also fits with the refit's connections in its own layout.
+
+    The engine gets a lower share if needed. Without a planned refit in `before` nothing is checked.
+    """
+    if before.refit is None:
+        return change
+    after = planned(change.estimate)
+    return change if not after.problems else fitting(after, change.values, change.world_size)
 
 
 def single_changes(config: Config, world_size: int) -> Iterator[tuple[str, object]]:

@@ -124,11 +124,20 @@ def estimate(
 def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
     """Return the estimate for another config of the same models, without planning the refit.
 
-    It has no seconds if the config does not fit, because they take longer to estimate than memory. Raises as
-    `estimate`.
+    It has no seconds if the config does not fit, because they take longer to estimate than memory. The refit
+    keeps its connections. Raises as `estimate`.
     """
     lengths, points = before.lengths, before.points
-    return _estimate(config, world_size, before.hardware, before.models, [], lengths, False, points, False)
+    found = _estimate(config, world_size, before.hardware, before.models, [], lengths, False, points, False)
+    return replace(found, memory=replace(found.memory, connections=before.memory.connections))
+
+
+def planned(before: Estimate) -> Estimate:
+    """Return the estimate with a planned refit, without seconds if it then does not fit."""
+    config, world_size, models = before.config, before.layout.num_ranks, before.models
+    return _estimate(
+        config, world_size, before.hardware, models, [], before.lengths, True, before.points, False
+    )
 
 
 def _estimate(

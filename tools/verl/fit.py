@@ -8,11 +8,10 @@ import yaml
 
 from rl.config.checks import check
 from rl.config.options import ConfigError, Dumper
-from rl.config.schema import Config, load_config, needs_engine
+from rl.config.schema import Config, load_config
 from rl.dry_run.changes import Change, cheapest_change, with_values
-from rl.dry_run.estimate import estimate, plan_refit
-from rl.dry_run.hardware import GIB, Hardware
-from rl.dry_run.memory import estimate_memory, layout_of
+from rl.dry_run.estimate import estimate
+from rl.dry_run.hardware import Hardware
 from rl.dry_run.shape import check_layouts, models_of
 from rl.models.sizes import num_kv_heads
 
@@ -45,24 +44,16 @@ def fitted(
             raise
         return {}, ["The layout was not estimated, because the model is not here; give --model-shape FILE."]
     notes = [f"{key}={value}: the model has fewer key/value heads." for key, value in divided.items()]
-    memory = estimate_memory(config, world_size, models, hardware)
-    if needs_engine(config):
-        refit = plan_refit(
-            config, layout_of(config, world_size, hardware.ranks_per_node), models["policy"], hardware
-        )
-        memory = replace(memory, refit_buffers=refit.largest_batch, connections=refit.connections)
-    if not memory.problems():
+    found = estimate(config, world_size, hardware, shape=shape)
+    if not found.problems:
         return divided, notes
-    # The search plans no refit, so the buffers of its connections are part of the reserve.
-    hardware = replace(hardware, reserve_gib=hardware.reserve_gib + memory.connections / GIB)
     where = (
         f"verl's layout does not fit {world_size} GPUs of {gpu_memory_gib:g} GiB by the dry run's estimate"
     )
-    found = estimate(config, world_size, hardware, shape=shape, plan=False)
     change = cheapest_change(found)
     if change is None or change.world_size != world_size:
         moved: dict[str, object] = {"training.optimizer.host_share": 1.0}
-        lighter = estimate(with_values(config, moved), world_size, hardware, shape=shape, plan=False)
+        lighter = estimate(with_values(config, moved), world_size, hardware, shape=shape)
         second = cheapest_change(lighter) if lighter.problems else Change({}, world_size, lighter)
         if second is not None and second.world_size == world_size:
             change = replace(second, values=moved | second.values)

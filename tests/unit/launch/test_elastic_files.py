@@ -107,8 +107,8 @@ def test_the_dry_run_finds_a_layout_for_the_ranks_that_are_left():
 
 
 def test_a_plan_lists_faster_configurations_that_fit():
-    config = load_config(str(ROOT / "configs" / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml"))
-    before = estimate(config, 8, Hardware(), plan=False)
+    path = str(ROOT / "configs" / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml")
+    before = estimate(load_config(path, ["rollout.tp=4"]), 8, Hardware(), plan=False)
     found = fastest(before, tries=30)
     seconds = [change.estimate.step_seconds for change in found]
     assert seconds == sorted(seconds) and seconds[0] < before.step_seconds and len(found) == 5
