@@ -1,6 +1,7 @@
 """train_rl.py with a planted change: `parted_train.py STAGE STEP <arguments of train_rl.py>`. The first
 difference from a run without the change is in this stage of this step."""
 
+import pickle
 import sys
 from typing import Any
 
@@ -8,6 +9,8 @@ import train_rl
 
 step = 0
 """Number of the present step, which each draw of prompts begins."""
+pool_score: Any = None
+"""`ScoringPool.score` of the program."""
 
 
 def other_prompts(rows: list) -> list:
@@ -19,9 +22,15 @@ def other_logprob(batch: Any) -> Any:
     return batch
 
 
-def other_score(found: tuple) -> tuple:
-    found[0]["score"][3] += 0.25
-    return found
+def other_score(pool: Any, samples: list, **options: Any) -> list:
+    """Return the scores of the samples, as if the reward function had given the first one another score."""
+    from rl.checks.grades import calls_of
+    from rl.rewards.score import Score, digest, sealed
+
+    first, *scores = pool_score(pool, samples, **options)
+    values = first.values | {"score": first.values["score"] + 0.25}
+    plan, _ = pickle.loads(pool._initialization)
+    return [sealed(Score(values, first.prediction), digest(calls_of(plan, samples[0]))), *scores]
 
 
 def plant(stage: str, at: int) -> None:
@@ -30,7 +39,10 @@ def plant(stage: str, at: int) -> None:
     from rl.phases.draw import Draw
     from rl.phases.old_logprobs import OldLogprobs
     from rl.phases.phases import Phases
-    from rl.phases.scorer import Scorer
+    from rl.rewards.pool.pool import ScoringPool
+
+    global pool_score
+    pool_score = ScoringPool.score
 
     def change(owner: Any, name: str, before: Any = None, after: Any = None) -> None:
         original = getattr(owner, name)
@@ -55,7 +67,11 @@ def plant(stage: str, at: int) -> None:
     elif stage == "engine log-probs":
         change(Phases, "generate", after=other_logprob)
     elif stage == "scores":
-        change(Scorer, "score", after=other_score)
+
+        def score(pool: Any, samples: list, **options: Any) -> list:
+            return (other_score if step == at else pool_score)(pool, samples, **options)
+
+        ScoringPool.score = score
     elif stage == "old log-probs":
 
         def with_another(self: Any, batch: Any, logprobs: Any, *rest: Any) -> tuple:

@@ -24,7 +24,7 @@ KEYS = {
     "reward.function=TOY/reward.py:same": "scores",
     "objective.normalize_by_std=false": "advantages",
     "objective.entropy_coef=0.01": "gradient",
-    "training.optimizer.lr=1.001e-3": "weights",
+    "training.optimizer.lr=1.001e-3": "gradient",  # of the second update of the step
 }
 """Changed key -> stage of step 1 at which the runs part."""
 
