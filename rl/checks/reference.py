@@ -51,6 +51,8 @@ class ReferencePass:
             return
         kept = self._first(batch, plan) if self._kept is None else self._kept[0]
         counted = [i for micros in plan for micro in micros for i in micro if 0 < _size(batch, i) <= LONGEST]
+        if batch.held:  # recorded experts or tokens of a truncated distribution, which a pass alone has not
+            counted = []
         alone = min(counted, key=lambda i: _size(batch, i), default=None)
         own = [] if alone is None else [(batch.prompt_ids[alone], batch.response_ids[alone])]
         few = _batch([*kept, *own])

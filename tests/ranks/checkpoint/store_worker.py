@@ -30,6 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 import rl.checkpoint.store as store_module  # noqa: E402
+from rl.checkpoint.contents import total_checksums  # noqa: E402
 from rl.checkpoint.directory import CONFIG, LATEST, MANIFEST, STATE, complete, rank_file  # noqa: E402
 from rl.checkpoint.shards import write_shards  # noqa: E402
 from rl.checkpoint.store import CheckpointStore  # noqa: E402
@@ -150,6 +151,7 @@ def faults(device: Device, model: str, directory: str, other_model: str, small_d
         except ConfigError as error:
             return str(error)
         assert furthest(weights_of(trainer), weights[saved.step]) == 0
+        assert state.pop("checksums") == total_checksums(models)
         assert state == {"place": saved.step, "step": saved.step, "metrics": {}}
         return saved.step
 

@@ -54,7 +54,7 @@ MINIBATCHES = ((1, 7, 3, 2, 3), (6, 4, 1, 5))
 """Sizes of the groups in each of two mini-batches, cut as `Phases` cuts nine groups: 16 samples each."""
 LAYOUT = re.compile(f"{MACHINE.pattern}|global_seqlen/|training/(imbalance|micro_batch|empty)")
 """Metrics that may differ between splits: the machine's, and how evenly the ranks share the tokens."""
-HF = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1, "vocab_size": VOCAB}
+HF = {"hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 1, "vocab_size": VOCAB}
 """Shape of a model, for the cost of a micro-batch and the bounds of the checks."""
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 """Numbers of prompts and of samples per prompt of a generation phase."""
@@ -92,7 +92,8 @@ class ToyEngine:
 
     device = CPU
 
-    def __init__(self):
+    def __init__(self, optimizer):
+        self.spec = SimpleNamespace(optimizer=optimizer)
         self.grid = SimpleNamespace(dp=dist.get_world_size(), reports_results=True)
         self.weight_map = self.learned_map = SimpleNamespace(hf=HF, weights=[], dtype=torch.float32)
         self.shares_prompts = True
@@ -148,7 +149,7 @@ class ToyEngine:
 def new_phases(config: Config, kind: type[Phases] = Phases) -> Phases:
     config.agreement.weights_every = 0  # of weights that a toy has not
     config.agreement.logprob_slack = 0.0  # no engine sampled the tokens
-    engine, nowhere = ToyEngine(), open(os.devnull, "w")
+    engine, nowhere = ToyEngine(config.training.optimizer), open(os.devnull, "w")
     engines = Engines(dict.fromkeys(("policy", "critic", "implicit_reward"), engine))
     phases = kind(
         config,

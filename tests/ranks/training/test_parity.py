@@ -180,8 +180,9 @@ def test_ranks_of_the_engine_may_hold_whole_experts(tmp_path, case, rollout):
         assert found["not_greedy"] == 0
         # Its steps have one token, fewer than the replica has ranks.
         assert found["lone"] <= LOGPROB * found["largest"]
-        # One replica computes a prompt, and replicas that share its experts take as many dummy steps.
-        idle = [steps for steps in found["dummy_steps"] if steps]
+        # One replica computes a prompt, and replicas that share its experts take as many dummy steps. As they
+        # agree one step ahead, that replica takes one, too.
+        idle = [steps for steps in found["dummy_steps"] if steps > 1]
         assert len(idle) == ep - tp and len(set(idle)) <= 1
 
 
