@@ -32,8 +32,9 @@ TOLERANCE = 1e-6
 REPEATS = 8
 """Calls on each of two ranks by which a function that returns other scores for equal arguments is told from
 one whose workers differ between ranks."""
-NUM_COMPARED = 16
-"""Samples of each rank whose arguments are rendered again in a call of the scorer."""
+NUM_COMPARED = 8
+"""Samples of each rank and step whose arguments are rendered again. A row of a parquet file needs its whole
+row group."""
 
 
 Answers = dict[int, tuple[dict, Score]]
@@ -191,9 +192,11 @@ class Arguments:
     def check(self, batch: Batch, given: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise CheckFailed if a reward function got other arguments than those of the sample and its row.
 
-        given: the arguments that this rank sent, by sample. NUM_COMPARED of them are compared.
+        given: the arguments that this rank sent, by sample. About NUM_COMPARED of them are compared, in each
+        batch others.
         """
-        chosen = sorted(given)[:: max(1, len(given) // NUM_COMPARED)]
+        every = max(1, len(given) // NUM_COMPARED)
+        chosen = sorted(given)[batch.fingerprint % every :: every]
         for sample in chosen:
             again = self.of(batch, sample)
             for name, value in given[sample].items():

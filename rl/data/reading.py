@@ -33,6 +33,8 @@ MAX_LEVELS = 100
 """Maximum nesting of a JSON value. There is a limit because Python allows only 1,000 nested calls to
 functions that walk a value."""
 
+CHUNK = 1 << 24
+"""Bytes that are read at once to find the lines of a file."""
 _MESSAGES = re.compile(
     r"""\s*(?:\[\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
     r"""|\{\s*["'](?:messages|conversations?)["']\s*:\s*\["""
@@ -119,10 +121,12 @@ def read_row(place: str) -> FileRow:
 def _row_at(path: Path, number: int) -> dict[str, Any]:
     """Return the values of row `number`, from 1; in a file of JSON lines, of line `number`."""
     if path.suffix in (".jsonl", ".json"):
-        content, starts = _lines(path)
-        if starts.size:
-            return dict(_parse(content[starts[number - 1] : starts[number]].decode("utf-8-sig"), str(path)))
-        return dict(_array(path)[number - 1])
+        starts = _line_starts(path)
+        if not starts.size:
+            return dict(_array(path)[number - 1])
+        with path.open("rb") as file:
+            file.seek(starts[number - 1])
+            return dict(_parse(file.readline().decode("utf-8-sig"), str(path)))
     if path.suffix == ".parquet" and path.is_file():
         with _reading(path, "parquet"):
             starts = _groups(path)
@@ -136,14 +140,17 @@ def _row_at(path: Path, number: int) -> dict[str, Any]:
     return next(_values(iter([table]), path, "Arrow"))[1]
 
 
-@functools.lru_cache(maxsize=2)
-def _lines(path: Path) -> tuple[bytes, np.ndarray]:
-    """Return the content of a JSON file and where its lines start and end; no lines if it is an array."""
-    content = path.read_bytes()
-    if content.decode("utf-8-sig", errors="ignore")[:64].lstrip()[:1] == "[":
-        return content, np.empty(0, np.int64)
-    ends = np.flatnonzero(np.frombuffer(content, np.uint8) == ord("\n")) + 1
-    return content, np.array([0, *ends.tolist(), len(content)])
+@functools.lru_cache(maxsize=1024)
+def _line_starts(path: Path) -> np.ndarray:
+    """Return where each line of a JSON file starts, in bytes, int64; none if the file is an array."""
+    starts, at = [np.zeros(1, np.int64)], 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            if not at and chunk.decode("utf-8-sig", errors="ignore").lstrip()[:1] == "[":
+                return np.empty(0, np.int64)
+            starts.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + at + 1)
+            at += len(chunk)
+    return np.concatenate(starts)
 
 
 @functools.lru_cache(maxsize=2)
