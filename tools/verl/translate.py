@@ -6,7 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from tools.verl.generation import generation, read_generation
-from tools.verl.keys import EXPERTS, MANAGERS, MODELS, OFF, REFUSED, REPLAY, SEES, SOURCES, TEXT_ALONE, reason
+from tools.verl.keys import (
+    BY_CLASS,
+    EXPERTS,
+    MANAGERS,
+    MODELS,
+    OFF,
+    REFUSED,
+    REPLAY,
+    SEES,
+    SOURCES,
+    TEXT_ALONE,
+    reason,
+)
 from tools.verl.objective import objective, pick
 from tools.verl.script import VerlSettings
 from tools.verl.tuning import adapter, distillation, is_tuning, listed, tuning_data, uses_megatron
@@ -207,6 +219,10 @@ def grid(
             **recomputation(settings, f"{megatron}.override_transformer_config.recompute", notes),
         }
     sharing = get(f"{part}ulysses_sequence_parallel_size", 1)
+    recomputed = {"training.recompute": "full" if recompute else "none"}
+    if any(re.search(BY_CLASS, path) for path in paths):
+        notes.append("The model trains as its class in transformers, sharded over the ranks of a node.")
+        return {"training.backend": "transformers"} | recomputed
     tp = min(get("trainer.n_gpus_per_node", 8), max(sharing, at_least))
     notes.append(
         f"training.tp={tp} replaces FSDP: Megatron shards weights over tp and pp, and the optimizer "
@@ -215,7 +231,7 @@ def grid(
     has_experts = any(re.search(EXPERTS, path) for path in paths)
     ep = max(get(f"{part}veomni.expert_parallel_size", 1), get("trainer.n_gpus_per_node", 8) * has_experts)
     experts = {"training.ep": ep, "training.etp": 1} if ep > 1 else {}
-    return {"training.tp": tp, **experts, "training.recompute": "full" if recompute else "none"}
+    return {"training.tp": tp, **experts} | recomputed
 
 
 def recomputation(settings: VerlSettings, part: str, notes: list[str]) -> dict[str, Any]:
