@@ -26,6 +26,7 @@ OLDER = "other losses do not correct for tokens of older weights"
 CORRECT = "set rollout_correction.truncate_tokens=2, or another weight, or rollout_correction.bypass=true"
 
 
+PLAIN_LORA = "use adapter.kind=lora and adapter.init=zero"
 MEGATRON = "use an architecture of docs/models.md with training.backend=megatron"
 
 
@@ -39,10 +40,10 @@ EXCLUSIONS = {
         "training.recompute=selective, training.recompute_every": (
             "the class recomputes whole layers, all of them; use training.recompute=full"
         ),
-        "adapters": f"adapters are added to Megatron's layers; {MEGATRON}",
-        "needs critic, needs implicit_reward, reward.model.path": (
-            f"a second model and value heads are built from Megatron's layers; {MEGATRON}"
-        ),
+        "adapter.kind=dora, adapter.init=pissa": f"it reads whole rows of every weight; {PLAIN_LORA}",
+        "adapter.base=fp8": f"only Megatron's layers are dequantised; {MODEL_BASE}",
+        "adapters in the engine": f"only merged values are gathered from the ranks of a copy; {MERGED}",
+        "critic.share_base": "each class gathers weights of its own; leave out critic.share_base",
         "a teacher": f"distributions are computed with Megatron's heads; {MEGATRON}",
         "roles": f"the link plans the weights of Megatron's layers; {MEGATRON}",
         "training.router_replay": f"experts are replayed in Megatron's routers; {MEGATRON}",
@@ -415,10 +416,10 @@ EXCLUSIONS = {
 _NOT_BUILT = {
     "a class of transformers": (
         "training.tp, training.pp, training.cp, training.ep, training.etp, training.vpp, "
-        "training.recompute=selective, training.recompute_every, adapters, needs critic, "
-        "needs implicit_reward, reward.model.path, a teacher, roles, training.router_replay, "
-        "a prediction head, model.numerics=bitwise, data.image_key, rollout.quantization=fp8, "
-        "scaled rotation"
+        "training.recompute=selective, training.recompute_every, adapter.kind=dora, adapter.init=pissa, "
+        "adapter.base=fp8, adapters in the engine, critic.share_base, a teacher, roles, "
+        "training.router_replay, a prediction head, model.numerics=bitwise, data.image_key, "
+        "rollout.quantization=fp8, scaled rotation"
     ),
     "data.image_key": (
         "data.messages_key, whole responses, needs critic, reward.model.path, a teacher, "

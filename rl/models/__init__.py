@@ -72,7 +72,8 @@ def value_weights(hf: dict, *, needs_head: bool) -> list[Weight]:
     """
     body = [weight for weight in architecture(hf).weights(hf) if "lm_head.weight" not in weight.hf]
     name, shape = "score.weight", (1, hf["hidden_size"])
-    head = Weight((name,), (shape,), "value_head.weight", name, REPLICATED, optional=not needs_head)
+    cut = by_class.ROWS if hf.get(by_class.MARK) else REPLICATED
+    head = Weight((name,), (shape,), "value_head.weight", name, cut, optional=not needs_head)
     return [*body, head]
 
 

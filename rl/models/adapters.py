@@ -4,7 +4,8 @@ Plain data, as `rl.models.layout`. A linear layer of the checkpoint, such as q_p
 Megatron and vLLM hold it as a part of a fused parameter: A [r, in] and B [out, r], with B A of the shape of
 its weight. If the layer is split by rows (output features), every tensor parallel rank holds the whole A and
 its own rows of B. If the layer is split by columns (input features), every rank holds its own columns of A
-and the whole B. In both cases a rank's B times its A is its own part of B A, without communication.
+and the whole B. In both cases a rank's B times its A is its own part of B A, without communication. If ranks
+with different samples share the layer (`Cut.sharded`), each holds rows of A and of B.
 
 Names in checkpoints are peft's.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rl.models.boxes import whole
-from rl.models.layout import REPLICATED, ROW, Cut, Piece, PieceFunction, Weight
+from rl.models.layout import REPLICATED, ROW, Cut, Piece, PieceFunction, Weight, whole_of
 from rl.models.placement import count_experts, training_ranges
 
 PREFIX = "base_model.model."
@@ -120,11 +121,14 @@ def _low_rank(base: Weight, part: int, rank: int, dora: bool) -> LowRank:
             float32=float32,
         )
 
+    columns_cut = ROW if by_columns else REPLICATED
+    if base.cut.sharded:
+        columns_cut = Cut(base.cut.megatron, whole_of, sharded=True)
     rows_cut = _same_rows(base, part) if base.cut.split and not by_columns else REPLICATED
     return LowRank(
         base,
         part,
-        weight("lora_A", ROW if by_columns else REPLICATED, rank, columns),
+        weight("lora_A", columns_cut, rank, columns),
         weight("lora_B", rows_cut, rows, rank),
         weight("lora_magnitude_vector", rows_cut, rows, suffix="", float32=True) if dora else None,
     )
@@ -149,7 +153,7 @@ def _same_rows(base: Weight, part: int) -> Cut:
 
         return of_rows
 
-    return Cut(of(base.megatron_pieces), of(base.vllm_pieces))
+    return Cut(of(base.megatron_pieces), of(base.vllm_pieces), sharded=base.cut.sharded)
 
 
 def splits_columns(weight: Weight) -> bool:

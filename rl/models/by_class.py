@@ -48,7 +48,7 @@ def _rows(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank
     return [rows_at(name, shape, start, stop, 0)] if start < stop else []
 
 
-ROWS = Cut(_rows, whole_of)
+ROWS = Cut(_rows, whole_of, sharded=True)
 """Rows on each of the training ranks that share a copy; whole on each rank of the engine."""
 
 
@@ -185,7 +185,7 @@ def _in_engine(hf: dict, name: str, found: dict) -> tuple[str, Cut]:
     """Return the name of a layer's parameter in vLLM, and its cut."""
     *path, module, kind = name.split(".")
     if module in SPLIT_BY_COLUMNS and kind == "weight":
-        return name, Cut(_rows, ROW.vllm)
+        return name, Cut(_rows, ROW.vllm, sharded=True)
     joined, number = JOINED.get(module, ("", 0))
     parts = [part for part, (layer, _) in JOINED.items() if layer == joined]
     shapes = [found[whole].shape for part in parts if (whole := ".".join((*path, part, kind))) in found]
@@ -193,7 +193,7 @@ def _in_engine(hf: dict, name: str, found: dict) -> tuple[str, Cut]:
         return name, ROWS
     rows = tuple(shape[0] for shape in shapes)
     groups = num_kv_heads(hf) if joined == "qkv_proj" else 0
-    return ".".join((*path, joined, kind)), Cut(_rows, _part(rows, number, groups))
+    return ".".join((*path, joined, kind)), Cut(_rows, _part(rows, number, groups), sharded=True)
 
 
 @functools.cache

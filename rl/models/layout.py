@@ -53,6 +53,9 @@ class Cut:
     vllm: PieceFunction
     split: bool = True
     """Whether tensor parallel ranks hold different elements; if False, each holds all."""
+    sharded: bool = False
+    """Whether the ranks that hold parts have different samples (`training.shard`), so that a layer computes
+    with the whole weight."""
 
 
 @dataclass(frozen=True)

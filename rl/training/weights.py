@@ -148,6 +148,15 @@ def mark_split_weights(weight_map: WeightMap) -> None:
             parameter.sequence_parallel = False
 
 
+def sharded(parameter: Any, rows: int) -> None:
+    """Mark a parameter as rows of one that is gathered before its layer computes (`Cut.sharded`).
+
+    Its gradient is float32, and reduced over the ranks with the same rows only (`Grid.with_shards`). rows:
+    number of rows of the whole.
+    """
+    parameter.whole_rows, parameter.grad_dtype, parameter.allreduce = rows, torch.float32, False
+
+
 @torch.no_grad()
 def load_hf(directory: str, weight_map: WeightMap) -> None:
     """Fill this rank's parameters from a checkpoint's safetensors files. Not collective.

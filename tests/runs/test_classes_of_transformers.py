@@ -22,16 +22,21 @@ def cut_back(straight, killed):
     (killed / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
 
 
+LORA = ("adapter.kind=lora", "adapter.rank=4")
+CASES = {
+    "Gemma2ForCausalLM": ("training.recompute=full",),
+    "Olmo2ForCausalLM": LORA,
+    "CohereForCausalLM": ("algorithm=ppo", "training.recompute=full"),
+}
+"""Family -> settings, besides GRPO on two ranks that share the weights."""
+
+
 @pytest.mark.parametrize(
-    "family",
-    [
-        "Gemma2ForCausalLM",
-        *(pytest.param(f"{name}ForCausalLM", marks=pytest.mark.slow) for name in ("Olmo2", "Cohere")),
-    ],
+    "family", [*CASES][:2] + [pytest.param(family, marks=pytest.mark.slow) for family in [*CASES][2:]]
 )
-def test_three_steps_of_grpo_resumed_and_exported(config, tmp_path, family):
+def test_three_steps_resumed_and_exported(config, tmp_path, family):
     model = save_tiny(family, tmp_path / "tiny", seed=1, tie=family in TIED)
-    overrides = (f"model.path={model}", "training.recompute=full", *STEPS)
+    overrides = (f"model.path={model}", *CASES[family], *STEPS)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     for step in train(2, config, *overrides, run=straight):
         assert 0 < step["training/rollout_probs_diff_max"] <= bounds.TOY_LOGPROB

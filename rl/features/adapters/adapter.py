@@ -11,6 +11,8 @@ the rank of the adapter. Only A x, [T, r], is exchanged.
 - W split by rows: every rank has the whole A, and its rows of B. With sequence parallelism, A x is gathered
   from the ranks' parts of the tokens. Otherwise every rank computes the whole A x, and the gradient of A x is
   summed over the ranks.
+- W shared by ranks with different samples (`Cut.sharded`): a rank has rows of A and of B, and the model
+  gathers both before the layer computes. Only merged values need A from the other ranks.
 - W split by columns: every rank has its columns of A, and the whole B. A x is summed over the ranks.
 
 Every rank also holds a whole matrix in each case, for example A if W is split by rows. The gradient of the
@@ -22,7 +24,7 @@ matrix itself is summed there.
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +50,7 @@ from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import gather_objects
 from rl.training.adapted_weight import AdaptedWeight
 from rl.training.parts import TrainerPart
-from rl.training.weights import WeightMap, load_hf, mark_split_weights
+from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights, sharded
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
@@ -101,6 +103,8 @@ class Adapters(TrainerPart):
             first.embedding.register_forward_hook(_require_gradient)
         in_parts: bool = first.config.sequence_parallel
         self._sums: dict[tuple[str, ...], _Sum] = {}
+        self._gathered: dict[tuple[str, ...], Tensor] = {}
+        """Whole matrices A of sharded layers, by their names, since the last call of `merging`."""
         of_module = defaultdict(list)
         for weight, pairs in self._held().items():
             name = base.local_name(weight, base.grid.pp_rank)
@@ -124,7 +128,12 @@ class Adapters(TrainerPart):
                 assert isinstance(module, AdaptedWeight)
                 (module.adapter,) = sums
                 continue
-            module.register_forward_hook(_grouped(sums) if hasattr(module, "num_gemms") else _single(sums[0]))
+            if isinstance(module, torch.nn.Linear):
+                module.register_forward_hook(_plain(sums[0]))
+            elif hasattr(module, "num_gemms"):
+                module.register_forward_hook(_grouped(sums))
+            else:
+                module.register_forward_hook(_single(sums[0]))
         weights = [weight for pair in self.pairs for weight in pair.weights]
         self.learned_map = base.over([*weights, *head], parameters)
         mark_split_weights(self.learned_map)
@@ -200,6 +209,7 @@ class Adapters(TrainerPart):
             return ""
         pair = pairs[number % len(pairs)]
         a, b = (_whole(learned, weight) for weight in (pair.a, pair.b))
+        a = self._gathered.get(pair.a.hf, a).float()
         weights, weight = (learned, pair.b) if is_beside else (base, pair.base)
         parameter = weights.parameter(weight).detach()
         value = of(weight, parameter)
@@ -311,11 +321,16 @@ class Adapters(TrainerPart):
         Collective over the tensor parallel groups, because DoRA sums the squares of each row over the ranks.
         """
         factors = {name: added.factors() for name, added in self._sums.items()}
+        sharded = [pair.a for pair in self.pairs if pair.a.cut.sharded]
+        self._gathered = {
+            (name,): a
+            for name, a in full_weights(self.learned_map.over(sharded, self.learned_map.parameters))
+        }
 
         @torch.no_grad()
         def merged(weight: Weight, value: Tensor) -> Tensor:
             found = self._sums.get(weight.hf)
-            return value if found is None else found.merged(value, factors[weight.hf])
+            return value if found is None else found.merged(value, factors[weight.hf], self._gathered)
 
         return merged
 
@@ -336,25 +351,38 @@ class _Sum:
         in_weight: bool,
     ):
         keys = {pair.part: f"{pair.module.rpartition('.')[2]}{number}" for pair in pairs}
-        self._a: list[Tensor] = [getattr(module, KINDS[0])[key] for key in keys.values()]
-        self._b, self._magnitudes = (
-            [getattr(module, kind)[keys[part]] if part in keys else None for part in range(len(weight.hf))]
-            if hasattr(module, kind)
-            else []
-            for kind in KINDS[1:]
-        )
+        self._keys = [keys.get(part) for part in range(len(weight.hf))]
+        self._names_of_a = [pair.a.hf for pair in pairs]
         self._module, self._name, self.scale = module, f"weight{number}", scale
         size, _ = base.tensor_split(weight)
         self._rows, self._lengths = _order(weight, base, self._a[0].device)
         self._group = base.grid.groups.tp if weight.expert is None else base.grid.groups.expt_tp
         self._splits_columns = size > 1 and splits_columns(weight)
-        self._splits_rows = size > 1 and weight.cut.split and not self._splits_columns
+        is_split = size > 1 and weight.cut.split and not weight.cut.sharded
+        self._splits_rows = is_split and not self._splits_columns
         self._sums_gradients = weight.expert is not None and size > 1
         if in_weight and not sequence_parallel:  # with sequence parallelism finalize_model_grads sums them
             self._sums_gradients |= self._splits_columns or self._splits_rows
         self._exchange: Callable[..., Tensor] | None = None
         if weight.expert is None and (self._splits_columns or self._splits_rows):
             self._exchange = _exchange(self._splits_columns, sequence_parallel=sequence_parallel)
+
+    # The model replaces the parameters of a sharded layer while it computes, so they are looked up.
+
+    @property
+    def _a(self) -> list[Tensor]:
+        return [getattr(self._module, KINDS[0])[key] for key in self._keys if key is not None]
+
+    @property
+    def _b(self) -> list[Tensor | None]:
+        return self._of_parts(KINDS[1])
+
+    @property
+    def _magnitudes(self) -> list[Tensor | None]:
+        return self._of_parts(KINDS[2]) if hasattr(self._module, KINDS[2]) else []
+
+    def _of_parts(self, kind: str) -> list[Tensor | None]:
+        return [None if key is None else getattr(self._module, kind)[key] for key in self._keys]
 
     def product(self) -> tuple[Tensor, Tensor]:
         """Return A [n r, in] and B [out, n r] of all n parts. B A has the parameter's shape [out, in]."""
@@ -423,9 +451,12 @@ class _Sum:
         total = torch.addmm(base.float(), b.float(), a.float(), alpha=self.scale)
         return (total * factors[0][:, None] if factors else total).to(base.dtype)
 
-    def merged(self, base: Tensor, factors: Tensor | None) -> Tensor:
-        """Return the result of `merge` for the present A and B."""
-        return self.merge(base, *self.product(), *([] if factors is None else [factors]))
+    def merged(
+        self, base: Tensor, factors: Tensor | None, gathered: Mapping[tuple[str, ...], Tensor]
+    ) -> Tensor:
+        """Return the result of `merge` for the present A and B. gathered: whole matrices A by name."""
+        a = [gathered.get(name, own) for name, own in zip(self._names_of_a, self._a, strict=True)]
+        return self.merge(base, *self._joined(a, self._b), *([] if factors is None else [factors]))
 
     @torch.no_grad()
     def take_out(self, base: Tensor) -> None:
@@ -506,6 +537,8 @@ def _add_parameters(
             # `sequence_parallel` says that each rank's gradient covers only the rank's part of the tokens.
             in_parts = sequence_parallel and pair.base.expert is None and not part.cut.split
             vars(parameter).update(allreduce=getattr(weight, "allreduce", True), sequence_parallel=in_parts)
+            if part.cut.sharded and size > 1:
+                sharded(parameter, part.shapes[0][0])
             key = f"{pair.module.rpartition('.')[2]}{number}"
             getattr(module, kind)[key] = parameter
             added[f"{kind}.{key}"] = parameter
@@ -521,7 +554,7 @@ def _order(weight: Weight, base: WeightMap, device: torch.device) -> tuple[Tenso
     pieces = base.pieces(weight)
     of_part = [[piece for piece in pieces if piece.hf == name] for name in weight.hf]
     lengths = [sum(stop - start for (start, stop), *_ in (p.hf_box for p in part)) for part in of_part]
-    if len(pieces) == 1:
+    if len(pieces) == 1 or weight.cut.sharded:
         return None, lengths
     rows, at = torch.empty(sum(lengths), dtype=torch.int64), 0
     for part in of_part:
@@ -541,6 +574,15 @@ def _exchange(by_columns: bool, *, sequence_parallel: bool) -> Callable[..., Ten
     if sequence_parallel:
         return tensor_parallel.gather_from_sequence_parallel_region
     return tensor_parallel.copy_to_tensor_model_parallel_region
+
+
+def _plain(added: _Sum) -> Callable[..., Tensor]:
+    """Return a hook for a linear layer of torch."""
+
+    def hook(module: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return added.add(args[0], output, module.bias)
+
+    return hook
 
 
 def _single(added: _Sum) -> Callable[..., tuple[Tensor, Tensor | None]]:

@@ -25,16 +25,20 @@ from rl.training.packing import MicroBatch
 from rl.training.rows import select_rows
 
 
-class ClassPolicy(MegatronModule):
-    """A whole language model for packed rows, with the methods of `rl.training.model.Policy`."""
+class ClassModel(MegatronModule):
+    """The layers of a class, and rows of all weights on each rank of a copy (`Shards`).
 
-    outputs: tuple[str, ...] = OUTPUTS
+    values: replace the vocabulary's head by a value head.
+    """
+
     pre_process = post_process = True
     model_type = ModelType.encoder_or_decoder
     share_embeddings_and_output_weights = False
     """False for Megatron's schedule: one stage holds embedding and head."""
 
-    def __init__(self, hf: dict, training: Training, dtype: torch.dtype, grid: Grid) -> None:
+    def __init__(
+        self, hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool = False
+    ) -> None:
         super().__init__(transformer_config(hf, training, dtype, te=False))
         self.hf, self.group = hf, grid.groups.tp
         config = by_class.class_config(hf)
@@ -44,30 +48,28 @@ class ClassPolicy(MegatronModule):
         with no_init_weights():  # the memory of weights that are never written is not taken
             model = by_class.model_class(hf)._from_config(config, attn_implementation=NAME, dtype=dtype)
         model.tie_weights()
+        if values:
+            model.set_output_embeddings(None)
+            self.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=dtype)
         weights = grid.with_shards()
         _pad_vocabulary(model, padded_vocab(hf["vocab_size"], vocab_multiple(weights.tp)))
-        self.shards = Shards(model, weights.groups.tp)
         if training.recompute == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         # vLLM decorates the classes of transformers that it serves itself, also for this model.
         model.base_model.do_not_compile = True
         self.language_model: Any = model
-        self.real_vocab_size = hf["vocab_size"]
-        self.chunk = training.head_chunk(padded_vocab(hf["vocab_size"], vocab_multiple(1)))
-        self.scale = (hf.get("logit_scale") or 1.0) / (hf.get("logits_scaling") or 1.0)
-        cap = hf.get("final_logit_softcapping")
-        self.head = partial(capped_logprobs, cap=cap) if cap else linear_logprobs
+        self.shards = Shards(self, weights.groups.tp)
+
+    @property
+    def embedding(self) -> torch.nn.Module:
+        """The layer of the tokens' embedding."""
+        layer: torch.nn.Module = self.language_model.get_input_embeddings()
+        return layer
 
     @property
     def caps_scores(self) -> bool:
         """Whether attention caps its scores, so that rows cannot share prompts."""
         return bool(self.hf.get("attn_logit_softcapping"))
-
-    @property
-    def head_weight(self) -> Tensor:
-        """The rows of the head, [Vpad, H]. Collective over the ranks of a copy, as its backward pass."""
-        [weight] = self.shards.whole_of(self.language_model.get_output_embeddings())
-        return weight
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Accept Megatron's call; there is no earlier stage."""
@@ -77,23 +79,64 @@ class ClassPolicy(MegatronModule):
         body = self.language_model.base_model
         out = body(input_ids=tokens, position_ids=row.position_ids, use_cache=False, row=row)
         states: Tensor = out.last_hidden_state[0]
-        return states * self.scale if self.scale != 1.0 else states
+        return states
 
     def run(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
         """Run the forward pass of one packed micro-batch; return the `outputs`, float32 [R] each."""
         row = PackedRow(attention=micro.attention, position_ids=micro.position_ids)
         with self.shards.released():
             hidden = select_rows(self.hidden(micro.tokens, row), micro.predict_at)
-            request = HeadRequest(micro.predict_at, micro.targets, temperature, micro.extras)
-            options = dict(vocab_size=self.real_vocab_size, group=self.group, chunk=self.chunk)
-            return policy_outputs(self.outputs, self.head, hidden, self.head_weight, request, **options)
+            return self.of_head(
+                hidden, HeadRequest(micro.predict_at, micro.targets, temperature, micro.extras)
+            )
+
+    def of_head(self, hidden: Tensor, request: HeadRequest) -> tuple[Tensor, ...]:
+        """Return the `outputs` of the head. hidden: [R, H]."""
+        raise NotImplementedError
+
+
+class ClassPolicy(ClassModel):
+    """A whole language model for packed rows, with the methods of `rl.training.model.Policy`."""
+
+    outputs: tuple[str, ...] = OUTPUTS
+
+    def __init__(self, hf: dict, training: Training, dtype: torch.dtype, grid: Grid) -> None:
+        super().__init__(hf, training, dtype, grid)
+        self.real_vocab_size = hf["vocab_size"]
+        self.chunk = training.head_chunk(padded_vocab(hf["vocab_size"], vocab_multiple(1)))
+        self.scale = (hf.get("logit_scale") or 1.0) / (hf.get("logits_scaling") or 1.0)
+        cap = hf.get("final_logit_softcapping")
+        self.head = partial(capped_logprobs, cap=cap) if cap else linear_logprobs
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The rows of the head, [Vpad, H]. Collective over the ranks of a copy, as its backward pass."""
+        [weight] = self.shards.whole_of(self.language_model.get_output_embeddings())
+        return weight
+
+    def hidden(self, tokens: Tensor, row: PackedRow) -> Tensor:
+        states = super().hidden(tokens, row)
+        return states * self.scale if self.scale != 1.0 else states
+
+    def of_head(self, hidden: Tensor, request: HeadRequest) -> tuple[Tensor, ...]:
+        options = dict(vocab_size=self.real_vocab_size, group=self.group, chunk=self.chunk)
+        return policy_outputs(self.outputs, self.head, hidden, self.head_weight, request, **options)
+
+
+class ClassValues(ClassModel):
+    """A value model for packed rows, with the methods of `rl.training.model.ValueModel`."""
+
+    outputs: tuple[str, ...] = ("values",)
+
+    def of_head(self, hidden: Tensor, request: HeadRequest) -> tuple[Tensor, ...]:
+        return (self.value_head(hidden).squeeze(-1).float(),)
 
 
 def _pad_vocabulary(model: Any, rows: int) -> None:
     """Pad embedding and head to this number of rows, so that the layouts of `rl.models` hold."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    is_tied = embedding.weight is head.weight
-    for layer in (embedding, head):
+    is_tied = head is not None and embedding.weight is head.weight
+    for layer in (embedding, head) if head is not None else (embedding,):
         layer.weight = torch.nn.Parameter(layer.weight.new_empty(rows, layer.weight.shape[1]))
     if is_tied:
         head.weight = embedding.weight

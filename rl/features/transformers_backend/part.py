@@ -12,7 +12,8 @@ from rl.config.run_models import RunModel
 from rl.config.schema import Config, Training
 from rl.faults.agreement import fail_together
 from rl.features.transformers_backend.attention import NAME
-from rl.features.transformers_backend.model import ClassPolicy
+from rl.features.transformers_backend.model import ClassModel, ClassPolicy, ClassValues
+from rl.models import value_model
 from rl.training.attention import PackedRow
 from rl.training.grid import Grid
 from rl.training.parts import TrainerPart
@@ -33,6 +34,8 @@ class ByClass(TrainerPart):
     """Builds the model's class and refuses it if it computes otherwise on packed rows."""
 
     def build(self, spec: ModelSpec, training: Training, dtype: torch.dtype, grid: Grid) -> list[Any] | None:
+        if spec.has_values:
+            return [ClassValues(value_model(spec.hf), training, dtype, grid, values=True)]
         return [ClassPolicy(spec.hf, training, dtype, grid)]
 
     def weight_grid(self, grid: Grid) -> Grid:
@@ -52,29 +55,34 @@ class ByClass(TrainerPart):
 
 
 @torch.no_grad()
-def check_rows(model: ClassPolicy, device: torch.device, *, share: bool) -> None:
-    """Raise ValueError if logits on a packed row differ from the class's own logits of each sequence.
+def check_rows(model: ClassModel, device: torch.device, *, share: bool) -> None:
+    """Raise ValueError if a packed row has other results than the class's own pass over each sequence.
 
-    The class's own logits come from its eager attention, one sequence at a time, with the class's own head.
-    share: two of the sequences share a prompt on the row.
+    The results are logits, or hidden states in a value model. The class's own come from its eager attention,
+    one sequence at a time, with the class's own head. share: two of the sequences share a prompt on the row.
     """
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(model.real_vocab_size, (55,), generator=generator).to(device)
+    vocabulary, own = model.hf["vocab_size"], model.language_model
+    tokens = torch.randint(vocabulary, (55,), generator=generator).to(device)
     groups = [RowGroup(0, 8, (7, 9)), RowGroup(24, 31)] if share else [RowGroup(0, 24), RowGroup(24, 31)]
     parts = [[*range(15)], [*range(8), *range(15, 24)]] if share else [[*range(24)]]
     keys = {name: torch.from_numpy(array).to(device) for name, array in segments(groups).items()}
     places = torch.from_numpy(positions(groups)).to(device)[None]
     row = PackedRow(attention=row_attention(groups, keys, device), position_ids=places)
-    cap = model.hf.get("final_logit_softcapping")
-    own = model.language_model
     with _short_windows(own):
-        logits = model.hidden(tokens[None], row) @ model.head_weight.T
-        logits = (cap * torch.tanh(logits / cap) if cap else logits)[:, : model.real_vocab_size]
+        found = model.hidden(tokens[None], row)
+        if isinstance(model, ClassPolicy):
+            cap, found = model.hf.get("final_logit_softcapping"), found @ model.head_weight.T
+            found = (cap * torch.tanh(found / cap) if cap else found)[:, :vocabulary]
         own.set_attn_implementation("eager")
         for part in (*parts, [*range(24, 55)]):
-            expected = own(input_ids=tokens[part][None], use_cache=False).logits[0]
-            worst = _difference(logits[part], expected[:, : model.real_vocab_size])
-            if not worst <= LIMIT[model.head_weight.dtype]:
+            options = dict(input_ids=tokens[part][None], use_cache=False)
+            if isinstance(model, ClassPolicy):
+                expected = own(**options).logits[0, :, :vocabulary]
+            else:
+                expected = own.base_model(**options).last_hidden_state[0]
+            worst = _difference(found[part], expected)
+            if not worst <= LIMIT[found.dtype]:
                 raise ValueError(
                     f"{type(own).__name__} of transformers has other logits on a packed row than on single "
                     f"sequences (relative difference {worst:.2g}): it scales its head, mixes tokens or "

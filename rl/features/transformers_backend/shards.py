@@ -9,7 +9,6 @@ torch's `fully_shard` does, whose own shards, gradients and optimizer would need
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +18,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rl.training.weights import sharded
 
-@dataclass(frozen=True, eq=False)
+
 class Unit:
-    """Parameters that are gathered together: those of a layer, or of a module outside of the layers."""
+    """Parameters that are gathered together: those of a layer, or of a module outside of the layers.
 
-    shards: list[Parameter]
-    rows: list[int]
-    """Rows of each whole parameter."""
-    places: list[tuple[dict[str, Any], str, int]]
-    """The modules' dictionaries of parameters, with name and index of each parameter."""
+    They are looked up in each pass, because adapters add some.
+    """
+
+    def __init__(self, module: Module) -> None:
+        tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+        self.places = [(table, name) for table in tables for name, own in table.items() if own is not None]
+        """The modules' dictionaries of parameters, and the name of each parameter."""
+        self.shards: list[Any] = [place[name] for place, name in self.places]
+        """Any, because of the marks of `rl.training.weights.sharded`."""
 
 
 class _Packed(NamedTuple):
@@ -50,7 +54,8 @@ class Shards:
 
     def __init__(self, model: Module, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, group.size()
-        self._units: dict[Module, Unit] = {}
+        self._modules: set[Module] = set()
+        """Modules whose parameters are gathered together."""
         self._live: dict[int, tuple[Unit, int]] = {}
         """Address of a whole parameter in a pass -> its unit and index."""
         self._again: tuple[Unit, list[Tensor]] | None = None
@@ -59,43 +64,33 @@ class Shards:
             self._divide(model)
 
     def _divide(self, model: Module) -> None:
-        found: dict[Tensor, tuple[Parameter, int]] = {}
-        for module in _units_of(model):
-            places: list[tuple[dict[str, Any], str, int]] = []
-            whole: list[Parameter] = []
+        found: dict[Tensor, Parameter] = {}
+        for module in _modules_of(model):
             for part in module.modules():
                 for name, parameter in part._parameters.items():
-                    if parameter is not None:
-                        places.append((part._parameters, name, len(whole)))
-                        whole.append(parameter)
-            for parameter in whole:
-                if parameter not in found:
-                    rows = len(parameter)
-                    shape = (-(-rows // self._size), *parameter.shape[1:])
-                    found[parameter] = Parameter(parameter.new_empty(shape)), rows
-            shards = [found[parameter] for parameter in whole]
-            self._units[module] = Unit([shard for shard, _ in shards], [rows for _, rows in shards], places)
-        for module, unit in self._units.items():
-            for parameters, name, index in unit.places:
-                parameters[name] = unit.shards[index]
-            module.forward = self._gathering(unit, module.forward)
-        shard: Any  # Megatron's and torch's marks are attributes of tensors
-        for shard, _ in found.values():
-            shard.allreduce = False  # reduced over the ranks with the same rows (`Grid.with_shards`)
-            shard.grad_dtype = torch.float32
+                    if parameter is None:
+                        continue
+                    if parameter not in found:
+                        rows = -(-len(parameter) // self._size)
+                        found[parameter] = Parameter(parameter.new_empty(rows, *parameter.shape[1:]))
+                        sharded(found[parameter], len(parameter))
+                    part._parameters[name] = found[parameter]
+            self._modules.add(module)
+            module.forward = self._gathering(module, module.forward)
 
-    def _gathering(self, unit: Unit, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `forward` with whole parameters."""
+    def _gathering(self, module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the module's `forward` with whole parameters."""
 
         def gathered(*args: Any, **kwargs: Any) -> Any:
+            unit = Unit(module)
             whole = self._whole(unit)
             try:
-                for parameters, name, index in unit.places:
-                    parameters[name] = whole[index]
+                for (place, name), tensor in zip(unit.places, whole, strict=True):
+                    place[name] = tensor
                 return forward(*args, **kwargs)
             finally:
-                for parameters, name, index in unit.places:
-                    parameters[name] = unit.shards[index]
+                for (place, name), shard in zip(unit.places, unit.shards, strict=True):
+                    place[name] = shard
                 for tensor in whole:  # another tensor may get the address
                     self._live.pop(tensor.untyped_storage().data_ptr(), None)
 
@@ -109,15 +104,14 @@ class Shards:
 
     def whole_of(self, module: Module) -> Sequence[Tensor]:
         """Return the whole parameters of a module outside of the layers. Collective over the group."""
-        unit = self._units.get(module)
-        return list(module.parameters()) if unit is None else self._whole(unit)
+        return self._whole(Unit(module)) if module in self._modules else list(module.parameters())
 
     def released(self) -> AbstractContextManager[Any]:
         """Keep no whole parameters for the backward passes of what is computed in the `with` block.
 
         The ranks of the group compute the same layers in the same order there.
         """
-        return self._releasing() if self._units else nullcontext()
+        return self._releasing() if self._modules else nullcontext()
 
     @contextmanager
     def _releasing(self) -> Iterator[None]:
@@ -149,46 +143,50 @@ class Shards:
         dist.all_gather_into_tensor(every.view(-1), own, group=self._group)
         parts = every.split([shard.numel() for shard in unit.shards], 1)
         return [
-            part.reshape(-1, *shard.shape[1:])[:rows].contiguous()
-            for part, shard, rows in zip(parts, unit.shards, unit.rows, strict=True)
+            part.reshape(-1, *shard.shape[1:])[: shard.whole_rows]
+            for part, shard in zip(parts, unit.shards, strict=True)
         ]
 
-    def reduce(self, unit: Unit, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's rows of the sum of the ranks' gradients, float32. Collective over the group."""
+    def reduce(self, shards: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return this rank's rows of the sum of the ranks' gradients, float32. Collective over the group.
+
+        gradients: of the whole parameters; None is 0.
+        """
         self._again = None
-        every = torch.zeros(
-            self._size,
-            sum(shard.numel() for shard in unit.shards),
-            dtype=torch.float32,
-            device=gradients[0].device,
-        )
-        parts = every.split([shard.numel() for shard in unit.shards], 1)
-        for part, shard, gradient in zip(parts, unit.shards, gradients, strict=True):
-            per_rank = len(shard)
-            for rank, rows in enumerate(gradient.split(per_rank)):
+        sizes = [shard.numel() for shard in shards]
+        options: Any = dict(dtype=torch.float32, device=shards[0].device)
+        every, own = torch.zeros(self._size, sum(sizes), **options), torch.empty(sum(sizes), **options)
+        for part, shard, gradient in zip(every.split(sizes, 1), shards, gradients, strict=True):
+            for rank, rows in enumerate(() if gradient is None else gradient.split(len(shard))):
                 part[rank, : rows.numel()] = rows.reshape(-1)
-        own = torch.empty_like(every[0])
         dist.reduce_scatter_tensor(own, every.view(-1), group=self._group)
-        sizes = [shard.numel() for shard in unit.shards]
-        return [part.view_as(shard) for part, shard in zip(own.split(sizes), unit.shards, strict=True)]
+        return [part.view_as(shard) for part, shard in zip(own.split(sizes), shards, strict=True)]
 
 
 class _WholeUnit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shards: Shards, unit: Unit, *own: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.unit = shards, unit
-        return tuple(shards.gather(unit))
+        whole = shards.gather(unit)
+        frozen = [tensor for tensor, shard in zip(whole, own, strict=True) if not shard.requires_grad]
+        ctx.mark_non_differentiable(*frozen)
+        ctx.set_materialize_grads(False)
+        return tuple(whole)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.shards.reduce(ctx.unit, gradients)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        learned = [number for number, shard in enumerate(ctx.unit.shards) if shard.requires_grad]
+        own = [ctx.unit.shards[number] for number in learned]
+        reduced = ctx.shards.reduce(own, [gradients[number] for number in learned])
+        found = dict(zip(learned, reduced, strict=True))
+        return None, None, *(found.get(number) for number in range(len(gradients)))
 
 
-def _units_of(model: Module) -> Iterator[Module]:
+def _modules_of(model: Module) -> Iterator[Module]:
     """Yield the layers of a model, and all other modules that have parameters of their own."""
     has_own = any(parameter is not None for parameter in model._parameters.values())
     if has_own or isinstance(model, GradientCheckpointingLayer):
         yield model
     else:
         for child in model.children():
-            yield from _units_of(child)
+            yield from _modules_of(child)

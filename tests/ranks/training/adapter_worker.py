@@ -16,6 +16,7 @@ import torch
 
 from rl.checkpoint.store import CheckpointStore, WronglyLoaded
 from rl.config.options import ConfigError, load
+from rl.config.run_models import hf_config_of, run_models
 from rl.config.schema import Config, Run, resolve
 from rl.engines.engines import build_policy
 from rl.models import read_hf_config
@@ -61,8 +62,9 @@ def results(config: Config, layout: list[int], device) -> dict:
     log-probs, its norm, the adapters, the merged weights and the bytes of the optimizer's state.
     """
     tp, pp, ep, *_ = layout
-    hf = read_hf_config(config.model.path)
-    trainer = build_policy(config, hf, new_grid(tp, pp, ep, config.training.expert_tp), device)
+    hf = hf_config_of(config, run_models(config)["policy"], read_hf_config(config.model.path))
+    etp = config.training.shard or config.training.expert_tp
+    trainer = build_policy(config, hf, new_grid(tp, pp, ep, etp), device)
     batch = random_batch(hf["vocab_size"])
     halves = ([0, 1, 2, 3], [4, 5, 6, 7])
     plans = [plan_minibatch(batch, half, dp=trainer.grid.dp, max_tokens=96) for half in halves]

@@ -28,6 +28,7 @@ DENSE = {
     "some": "2x1x1;adapter.kind=rslora;adapter.targets=[v_proj, up_proj]",
     "some_dora": "1x1x1;adapter.kind=dora;adapter.targets=[v_proj, up_proj]",
     "pissa": "2x1x1;adapter.init=pissa",
+    "class": "1x1x1;training.backend=transformers;training.shard=2",
 }
 EXPERTS = {
     "Qwen3MoeForCausalLM": {"ep2": "1x1x2"},
@@ -115,7 +116,7 @@ def dense(tmp_path_factory) -> tuple[str, dict[str, dict]]:
 def test_low_rank_adapters_are_those_of_peft(dense):
     checkpoint, found = dense
     expected = by_peft(checkpoint, found["tp2"])
-    for name in ("tp2", "tp2_whole", "pp2"):
+    for name in ("tp2", "tp2_whole", "pp2", "class"):
         assert_equal(found[name], *expected)
     assert_equal(found["some"], *by_peft(checkpoint, found["some"], use_rslora=True))
 

@@ -23,7 +23,6 @@ EXAMPLES = {
     "training.pp": "training.pp=2",
     "training.etp": "training.etp=2",
     "training.recompute_every": "training.recompute=full training.recompute_every=2",
-    "needs implicit_reward": "algorithm=prime",
     "training.vpp": "training.vpp=2 training.pp=2",
     "needs critic": "algorithm=ppo",
     "data.curriculum": "data.curriculum=own:order",
