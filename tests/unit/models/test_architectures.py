@@ -13,7 +13,16 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from rl.models import SUPPORTED, architecture, form, read_hf_config, rope, value_model, value_weights
+from rl.models import (
+    SUPPORTED,
+    architecture,
+    by_class,
+    form,
+    read_hf_config,
+    rope,
+    value_model,
+    value_weights,
+)
 from rl.models.boxes import extent, index, volume
 from rl.models.files import stored_shapes
 from rl.models.layout import VOCAB, Weight
@@ -246,6 +255,9 @@ PARAMETERS = {
     "fsfairx-llama3-rm": pytest.approx(7.50e9, rel=1e-3),
     "skywork-reward-llama-3.1-8b": pytest.approx(7.50e9, rel=1e-3),
     "skywork-reward-v2-llama-3.2-3b": pytest.approx(3.21e9, rel=1e-2),
+    "gemma-2b": 2_506_172_416,
+    "gemma-1.1-7b": 8_537_680_896,
+    "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,
     "phi-4": 14_659_507_200,
     "gpt-oss-20b": 20_914_757_184,
@@ -273,6 +285,8 @@ def test_shipped_configs_have_published_sizes():
         hf, found = published(model), weights
         if hf["architectures"][0].endswith("ForSequenceClassification"):
             hf, found = value_model(hf), functools.partial(value_weights, needs_head=True)
+        if hf["architectures"][0] not in SUPPORTED:
+            hf = by_class.described(hf)
         architecture(hf).check(hf)
         assert sum(weight.num_elements for weight in found(hf)) == count, model
 
