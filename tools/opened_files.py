@@ -18,7 +18,7 @@ UNCOUNTED = ("/proc/", "/sys/", "/dev/null", "/dev/urandom")
 
 @dataclass
 class Opened:
-    """What was opened and read below one mount point."""
+    """The files that were opened below one mount point, and the bytes that were read there."""
 
     mount: str
     """Mount point and type of the file system, for example '/home (nfs4)'."""

@@ -48,7 +48,7 @@ class Submission:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What is known about one request."""
+    """One request, and the events of its job so far."""
 
     number: int
     asked: dict[str, Any]

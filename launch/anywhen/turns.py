@@ -8,17 +8,18 @@ DIR is `<run.dir>/anywhen`. Nothing is requested while Slurm does not answer, be
 of the queue could double a job.
 """
 
-import json
 import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from launch import slurm
 from launch.anywhen import queue
 from launch.anywhen.decision import Decision, QueuedJob, QueueView, decide, takes_over
 from launch.anywhen.record import Submission, begin, is_over, load, note, records
+from rl.run_directory.metric_log import read_records
 from rl.run_directory.status import FILE_NAME as STATUS
 from rl.run_directory.status import read_object
 
@@ -140,7 +141,7 @@ def start_job(directory: Path, number: int) -> int:
 
 
 def _stop(directory: Path, others: list[QueuedJob], start: int) -> None:
-    """JobRequest the ranks of the jobs that started earlier to save and end."""
+    """Signal the ranks of the jobs that started earlier to save and end."""
     for job in others:
         if job.starts < start:
             note(directory, job.starts, "evicted")
@@ -174,11 +175,6 @@ def end_job(directory: Path, number: int, code: int) -> int:
 def _step_seconds(directory: Path, begun: dict) -> float:
     """Return the median seconds of the steps of a job's start; 0 if it took none."""
     path = directory.parent / "metrics.jsonl"
-    if not path.is_file():
-        return 0.0
-    found = []
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
-        if record.get("time", 0) > begun["time"]:
-            found.append(float(record.get("timing_s/step", 0.0)))
-    return sorted(found)[len(found) // 2] if found else 0.0
+    found = read_records(path) if path.is_file() else []
+    steps = [record for record in found if (record.get("time") or 0.0) > begun["time"]]
+    return median([float(record.get("timing_s/step") or 0.0) for record in steps] or [0.0])

@@ -65,7 +65,9 @@ AGENTS = {
 PACKAGE, FOLDER = "rl.features", Path(__file__).parents[1] / "features"
 
 FEATURES = {
-    "transformers_backend": Entry("a class of transformers", trainer="part:parts"),
+    "transformers_backend": Entry(
+        "a class of transformers", trainer="part:parts", doors={"copies": "shards:ranks_per_copy"}
+    ),
     "bitwise": Entry("model.numerics=bitwise", engine="engine:parts", trainer="trainer:parts"),
     "sampling_masks": Entry("sampling masks", engine="engine:parts", trainer="trainer:parts"),
     "router_replay": Entry("training.router_replay", engine="engine:parts", trainer="trainer:parts"),

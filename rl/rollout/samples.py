@@ -383,34 +383,26 @@ def _segments(packed: dict[str, Any], rank: int) -> list[Segment]:
     columns = zip(*(cut(packed[name], packed["length"]) for name in COLUMNS))
     known = packed | {"sampling": packed.get("sampling", np.full(len(packed["seed"]), -1))}  # an old file
     names = (
-        "turn",
-        "reward",
-        "digest",
-        "segment_context",
-        "holder",
-        "seed",
-        "sampling",
-        "source",
-        "segment_end",
+        *("turn", "source", "reward", "digest", "segment_context"),
+        *("holder", "segment_end", "seed", "sampling"),
     )
-    per_segment = zip(*(known[name].tolist() for name in names))
+    rows = (dict(zip(names, row)) for row in zip(*(known[name].tolist() for name in names)))
     segments = [
         Segment(
             token_ids,
             logprobs,
             versions,
-            turn,
-            "policy" if source < 0 else SOURCES[source],
-            reward,
-            digest=digest,
-            context_digest=context,
-            holder=rank if holder < 0 else holder,
-            end=ENDS[end],
-            seed=seed,
-            sampling=sampling,
+            row["turn"],
+            "policy" if row["source"] < 0 else SOURCES[row["source"]],
+            row["reward"],
+            digest=row["digest"],
+            context_digest=row["segment_context"],
+            holder=rank if row["holder"] < 0 else row["holder"],
+            end=ENDS[row["segment_end"]],
+            seed=row["seed"],
+            sampling=row["sampling"],
         )
-        for (token_ids, logprobs, versions), found in zip(columns, per_segment)
-        for turn, reward, digest, context, holder, seed, sampling, source, end in [found]
+        for (token_ids, logprobs, versions), row in zip(columns, rows)
     ]
     for name, column in packed["held"].items():
         dtype, shape = np.dtype(column["dtype"]), tuple(column["shape"])

@@ -1,14 +1,10 @@
 """Set-up of a run: its imports, its processes for rewards, its models and its phases."""
 
 import json
-import socket
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from math import gcd
 
 from rl.config import wing
-from rl.config.features import CLASS, is_on
 from rl.config.schema import Config, needs_reward
 from rl.data.prompts import end_token_ids
 from rl.engines.engines import Engines, build_engines, finish_imports
@@ -29,7 +25,6 @@ from rl.run.samplers import sampler_form
 from rl.run_directory.progress import Progress
 from rl.run_directory.record import code_hashes
 from rl.runtime import start_up, tracing
-from rl.runtime.collectives import gather_objects
 from rl.runtime.device import Device
 from rl.runtime.group_warm_up import limit_collectives, warm_up
 from rl.runtime.session import control_group
@@ -136,13 +131,12 @@ def make_grid(config: Config, inputs: Inputs, device: Device) -> Grid:
     """
     layout, etp = config.training, config.training.expert_tp
     models = [files.hf for files in inputs.models.values()]
-    if shards := is_on(config, CLASS):
-        etp = layout.shard or gcd(*Counter(gather_objects(socket.gethostname())).values())
+    if (copies := wing.door(config, "copies")) is not None:
+        etp = copies(config)  # the ranks of a copy take the place of a tensor parallel group of experts
     grid = build_grid(
         tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=etp, vpp=layout.vpp, seed=config.run.seed
     )
-    # The shards of a class of transformers are on the groups of experts.
-    has_experts = shards or any(map(num_experts, models))
+    has_experts = copies is not None or any(map(num_experts, models))
     warm_up(device, grid.step_groups(has_experts=has_experts, ties_embedding=any(map(is_tied, models))))
     start_up.mark("groups")
     return grid

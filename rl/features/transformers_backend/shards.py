@@ -7,8 +7,11 @@ remain. The backward pass gathers them again, and adds up the ranks' gradients i
 torch's `fully_shard` does, whose own shards, gradients and optimizer would need another form of every check.
 """
 
+import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +21,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rl.config.schema import Config
+from rl.runtime.collectives import gather_objects
 from rl.training.weights import sharded
+
+
+def ranks_per_copy(config: Config) -> int:
+    """Return how many ranks hold one copy of the weights: `training.shard`, or all ranks of a node.
+
+    Collective over the world.
+    """
+    return config.training.shard or gcd(*Counter(gather_objects(socket.gethostname())).values())
 
 
 class Unit:

@@ -1,4 +1,4 @@
-"""What strace's lines tell about opened files."""
+"""tools/opened_files.py: lines of strace become counts of files and bytes."""
 
 from tools.opened_files import read_trace, table
 
