@@ -1,5 +1,6 @@
 """Imports the reward functions of a `RewardPlan` and computes their weighted sums."""
 
+import copy
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,15 +35,16 @@ class Mixture:
         The score is the sum over i of weight_i * score_i. For example, the weights 1 and 0.2 and the scores 1
         and 0.5 give 1.1. If the source has a single function, its other values keep their names. If it has
         several functions, the values of function i, including its unweighted score, are named
-        `<short name>/<key>`. `acc` and the prediction come from the first function that returns one. The seal
-        is computed from the arguments as they were before a function could change them.
+        `<short name>/<key>`. `acc` and the prediction come from the first function that returns one. Each
+        function gets a copy of its arguments: samples of a group may share an `extra_info`, and a function
+        may change it.
 
         Raises any exception of a function, and RejectedResult.
 
         If the response of a sample is None, `try_truth` of each function tries the ground truth instead.
         """
         scorers = self._of(sample.get("data_source"))
-        given = [{**scorer.kwargs, **sample} for scorer in scorers]
+        given = [copy.deepcopy({**scorer.kwargs, **sample}) for scorer in scorers]
         key = digest((scorer.function_path, scorer.weight, own) for scorer, own in zip(scorers, given))
         if sample["response"] is None:
             for scorer in scorers:

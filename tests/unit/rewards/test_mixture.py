@@ -29,6 +29,9 @@ def broken(**extra):
 def huge(**extra):
     return 3e38
 
+def taking(extra_info, **extra):
+    return float(extra_info.pop("left", 0))
+
 async def later(response, extra_info, **extra):
     if "barrier" in extra_info:
         await extra_info["barrier"].wait()
@@ -143,13 +146,25 @@ def test_a_function_that_fails_fails_the_sample(file):
         mixture(file, {"function": "huge"}, {"function": "huge"}).score(SAMPLE)
 
 
+def test_a_function_that_changes_its_arguments_changes_no_other_call(file):
+    mix = mixture(file, {"function": "taking"}, {"function": "taking"})
+    sample = SAMPLE | {"extra_info": {"left": 3}}
+    scores = [mix.score(sample) for _ in range(2)]
+    assert [score.values["score"] for score in scores] == [6.0, 6.0] and scores[0].seal == scores[1].seal
+
+
+class Meeting(asyncio.Barrier):
+    def __deepcopy__(self, memo):
+        return self
+
+
 def test_async_functions_run_concurrently(file):
     mix = mixture(file, {"function": "later"}, {"function": "number", "weight": 10}, {"function": "later"})
     assert mix.is_async and not mixture(file, {"function": "number"}).is_async
 
     async def meet():
         # Neither call of `later` returns before both have begun: one after the other they would never return.
-        sample = SAMPLE | {"extra_info": {"barrier": asyncio.Barrier(2)}}
+        sample = SAMPLE | {"extra_info": {"barrier": Meeting(2)}}
         return await asyncio.wait_for(mix.score(sample), HANG_S)
 
     score = asyncio.run(meet())
