@@ -27,6 +27,7 @@ COMMANDS = {
     ),
     "compare": Command("Say which of two runs is better, or where they part", "tools.compare"),
     "plan": Command("Find the five fastest configurations that fit on N GPUs", "tools.plan"),
+    "plan refit": Command("Compute what the ranks send to the engines, for any layout", "tools.plan_refit"),
     "submit": Command("Submit a run to Slurm, PBS, LSF or Flux", "launch.submit", acts=True),
     "sweep": Command("Submit many runs with different values", "launch.sweep", acts=True),
     "sweep report": Command("Compare the runs of a sweep on a page", "launch.sweep_report"),

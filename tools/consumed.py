@@ -1,6 +1,6 @@
 """Count the prompts that a run has consumed, and report lost and doubled ones.
 
-    python tools/consumed.py runs/mine
+    lockstep samples prompts runs/mine
 
 Reads `consumed.jsonl` of a run directory, which a run with carry-over or roles writes. A prompt is identified
 by its draw, the number of prompts that the run had drawn before it. Every draw must be consumed once, be

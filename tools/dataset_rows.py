@@ -1,4 +1,4 @@
-"""Rows of the data sets that tools/prepare_data.py knows: a record as published -> a row with verl's columns.
+"""Rows of the data sets that `lockstep data` knows: a record as published -> a row with verl's columns.
 
 Each function raises ValueError for a record that does not belong to its data set, which stops the
 preparation, and Unusable for a record with a known defect, which is counted and dropped. The instruction in

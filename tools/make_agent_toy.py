@@ -1,15 +1,15 @@
 """Make a task of several turns for agents, with a tokenizer, warm-up data and a model for a laptop CPU.
 
-    python tools/make_agent_toy.py guess --out runs/guess-toy
-    python tools/make_agent_toy.py multiply --out runs/multiply-toy
-    python tools/make_agent_toy.py multiply --experts 8 --out runs/lab-toy
-    python tools/make_agent_toy.py tictactoe --out runs/tictactoe-toy
+    lockstep data agent-toy guess --out runs/guess-toy
+    lockstep data agent-toy multiply --out runs/multiply-toy
+    lockstep data agent-toy multiply --experts 8 --out runs/lab-toy
+    lockstep data agent-toy tictactoe --out runs/tictactoe-toy
 
 guess: a number from 1 to 16 in at most five guesses; the environment answers higher or lower. multiply: the
 product of two numbers of two digits, with a calculator as tool. tictactoe: the model plays both sides. The
 script writes
 
-    OUT/train.parquet     rows for RL, with the columns that tools/prepare_data.py writes
+    OUT/train.parquet     rows for RL, with the columns that lockstep data writes
     OUT/test.parquet      rows for validation; of multiply, 500 held-out problems
     OUT/warm_up.parquet   turns for supervised fine-tuning, most of them bad
     OUT/model/            a Qwen2 (--experts: a Qwen3-MoE) with random weights, and a tokenizer of characters

@@ -1,6 +1,6 @@
 """Make a task that needs images, and a model with a vision tower that learns it on a laptop CPU in minutes.
 
-    python tools/make_image_toy.py --out toy
+    lockstep data image-toy --out toy
 
 The task is to name the colour of a square: an image of 56 x 56 pixels is grey, with a coloured square in one
 of its quarters. The script writes

@@ -1,11 +1,11 @@
 """Write rows with tasks from a generator: one JSON object per line, verl's columns.
 
-    python tools/make_tasks.py arithmetic --out DIR
-    python tools/make_tasks.py reasoning-gym --name chain_sum,countdown --out DIR
-    python tools/make_tasks.py reasoning-gym --name chain_sum --options '{"max_terms": 3}' --out DIR
-    python tools/make_tasks.py seeds --name game:GuessTheNumber-v0-easy --out DIR
-    python tools/make_tasks.py harbor --options '{"tasks": "DIRECTORY"}' --num-test 8 --out DIR
-    PYTHON tools/make_tasks.py verifiers --options '{"taskset": {"id": "my-taskset"}}' --out DIR
+    lockstep data tasks arithmetic --out DIR
+    lockstep data tasks reasoning-gym --name chain_sum,countdown --out DIR
+    lockstep data tasks reasoning-gym --name chain_sum --options '{"max_terms": 3}' --out DIR
+    lockstep data tasks seeds --name game:GuessTheNumber-v0-easy --out DIR
+    lockstep data tasks harbor --options '{"tasks": "DIRECTORY"}' --num-test 8 --out DIR
+    PYTHON -m lockstep data tasks verifiers --options '{"taskset": {"id": "my-taskset"}}' --out DIR
 
 Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test rows; no task is in both.
 

@@ -1,12 +1,12 @@
 """Make a task, a tokenizer and a model that learns by RL on a laptop CPU in minutes.
 
-    python tools/make_toy.py --out toy
-    python tools/make_toy.py --out toy --seed 1 --hidden 64 --heads 4 --intermediate 128 --tie
+    lockstep data toy --out toy
+    lockstep data toy --out toy --seed 1 --hidden 64 --heads 4 --intermediate 128 --tie
 
 The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, for example 12+34=; 500 are
 held out. The script writes
 
-    OUT/train.parquet   7,600 rows with the columns that tools/prepare_data.py writes
+    OUT/train.parquet   7,600 rows with the columns that lockstep data writes
     OUT/test.parquet    the 500 held-out rows
     OUT/pairs.parquet   the training problems with a right answer (chosen) and a wrong one (rejected), for dpo
     OUT/labels.parquet  the training problems with a right or wrong answer (completion) and its label, for kto

@@ -1,4 +1,4 @@
-"""Checks of tools/doctor.py on one node: GPUs, limits, disks, packages, the paths of a config.
+"""Checks of `lockstep doctor` on one node: GPUs, limits, disks, packages, the paths of a config.
 
 Every check returns findings: `bad` if a run would fail or be very slow on this node, `warn` if it might. No
 check needs a GPU, and none raises an exception for a faulty node.

@@ -1,8 +1,8 @@
 """Find the fastest configurations of a run that fit on a number of GPUs.
 
-    python tools/plan.py --gpus 8 configs/qwen2.5-7b_gsm8k_grpo_8gpu.yaml
-    python tools/plan.py --gpus 512 --gpu h200 --gpu a100-40 CONFIG [key=value ...]
-    python tools/plan.py --gpus 8 --measured runs/mine CONFIG
+    lockstep plan --gpus 8 configs/qwen2.5-7b_gsm8k_grpo_8gpu.yaml
+    lockstep plan --gpus 512 --gpu h200 --gpu a100-40 CONFIG [key=value ...]
+    lockstep plan --gpus 8 --measured runs/mine CONFIG
 
 Nothing is built, and no GPU is needed. Each result has the estimated seconds of a step by phase, the memory
 of the fullest GPU, and the overrides to paste. With `--measured` the last three steps of a run correct the

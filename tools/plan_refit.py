@@ -1,8 +1,8 @@
 """Compute the traffic of a refit from a model's config, without weights or GPUs, for any number of ranks.
 
-    python tools/plan_refit.py --model configs/models/qwen2.5-32b \\
+    lockstep plan refit --model configs/models/qwen2.5-32b \\
         --train tp=8,pp=2 --rollout tp=4 --world-size 128
-    python tools/plan_refit.py --model configs/models/deepseek-v3 \\
+    lockstep plan refit --model configs/models/deepseek-v3 \\
         --train tp=8,pp=16,ep=32 --rollout tp=32 --world-size 1024
 
 Prints bytes per rank (min, mean, max) and the total of all ranks: bytes that stay on their rank, bytes

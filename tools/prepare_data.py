@@ -1,13 +1,13 @@
 """Convert data sets to the parquet files that training reads: one row per prompt, with verl's columns.
 
-    python tools/prepare_data.py gsm8k     --source DIR --out DIR
-    python tools/prepare_data.py math      --source DIR_OR_FILE --out DIR
-    python tools/prepare_data.py dapo-math --source DIR_OR_FILE --out DIR
-    python tools/prepare_data.py aime      --source DIR_OR_FILE --out DIR [--data-source aime_2025]
-    python tools/prepare_data.py countdown --out DIR [--num-train 16384] [--num-test 512] [--seed 0]
-    python tools/prepare_data.py hh-rlhf   --source DIR_OR_FILE --out DIR
-    python tools/prepare_data.py geo3k     --source DIR_OR_FILE --out DIR
-    python tools/prepare_data.py code      --source DIR_OR_FILE --out DIR [--data-source apps]
+    lockstep data gsm8k     --source DIR --out DIR
+    lockstep data math      --source DIR_OR_FILE --out DIR
+    lockstep data dapo-math --source DIR_OR_FILE --out DIR
+    lockstep data aime      --source DIR_OR_FILE --out DIR [--data-source aime_2025]
+    lockstep data countdown --out DIR [--num-train 16384] [--num-test 512] [--seed 0]
+    lockstep data hh-rlhf   --source DIR_OR_FILE --out DIR
+    lockstep data geo3k     --source DIR_OR_FILE --out DIR
+    lockstep data code      --source DIR_OR_FILE --out DIR [--data-source apps]
 
 Nothing is downloaded, except with `--from-hub [ID]` instead of --source, on a machine with internet access.
 
@@ -405,9 +405,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, known in DATASETS.items():
         one = names.add_parser(name, help=known.help)
         origin = one.add_mutually_exclusive_group(required=True)
-        origin.add_argument(
-            "--source", metavar="PATH", help="local files; see the top of tools/prepare_data.py"
-        )
+        origin.add_argument("--source", metavar="PATH", help="local files; see `lockstep data --help`")
         hub_help = f"download instead: {known.hub}, or ID"
         origin.add_argument("--from-hub", metavar="ID", nargs="?", const=known.hub, help=hub_help)
         if known.data_source:

@@ -1,7 +1,7 @@
 """The shipped recipes: their commands, dry-run verdicts, published results and expected curves.
 
-    python tools/recipes.py [NAME ...]             print some recipes, or all
-    python tools/report.py RUN_DIR --expect NAME   compare a run with the expected curve of a recipe
+    lockstep recipes [NAME ...]            print some recipes, or all
+    lockstep report RUN_DIR --expect NAME  compare a run with the expected curve of a recipe
 
 tools/docs/generate.py writes the table of docs/recipes.md.
 A recipe is a file configs/expected/NAME.yaml with these keys:
@@ -74,14 +74,13 @@ class Recipe:
 
     def command(self) -> str:
         """Return the command that starts the recipe."""
-        launcher = (
-            f"torchrun --nproc-per-node {self.ranks}"
-            if self.ranks <= 8
-            else "srun --ntasks-per-node 8 python"
-        )
         if self.ranks == 1:
-            launcher = "python"
-        words = [*launcher.split(), "train_rl.py", "--config", f"configs/{self.config}.yaml", *self.overrides]
+            launcher = "lockstep"
+        elif self.ranks <= 8:
+            launcher = f"torchrun --nproc-per-node {self.ranks} -m lockstep"
+        else:
+            launcher = "srun --ntasks-per-node 8 lockstep"
+        words = [*launcher.split(), "train", "--config", f"configs/{self.config}.yaml", *self.overrides]
         return shlex.join(words)
 
     def dry_run(self, gpu: int, *, plan: bool = True) -> Estimate:

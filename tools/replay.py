@@ -1,7 +1,7 @@
 """Repeat the generation of a step from its stored event log, and compare token ids and log-probs bitwise.
 
-    torchrun --nproc-per-node 2 tools/replay.py runs/agent 12
-    torchrun --nproc-per-node 2 tools/replay.py runs/agent 12 --weights models/step-11
+    torchrun --nproc-per-node 2 -m lockstep samples replay runs/agent 12
+    torchrun --nproc-per-node 2 -m lockstep samples replay runs/agent 12 --weights models/step-11
 
 A run with environments and `agents.order=arrival` stores the log of each generation in RUN_DIR/events. The
 weights come from the checkpoint of the step before (for step 1, from the model itself), or from a Hugging

@@ -1,9 +1,9 @@
 """Report the results of runs: a table, a plot of reward and held-out accuracy, and a page for a browser.
 
-    python tools/report.py runs/grpo
-    python tools/report.py runs/grpo --before runs/sft --png grpo.png
-    python tools/report.py runs/toy-* --png curves.png --html curves.html
-    python tools/report.py runs/quickstart --expect quickstart
+    lockstep report runs/grpo
+    lockstep report runs/grpo --before runs/sft --png grpo.png
+    lockstep report runs/toy-* --png curves.png --html curves.html
+    lockstep report runs/quickstart --expect quickstart
 
 Reads only the run directories, also during a run, and shows '-' for missing values. `--before` adds a column
 for the run that this one started from. For several runs the plot has the held-out accuracy of each. The page

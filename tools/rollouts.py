@@ -1,10 +1,10 @@
 """Query the rollouts that a run has stored (logging.rollouts).
 
-    python tools/rollouts.py runs/grpo                                  statistics of each step
-    python tools/rollouts.py runs/grpo --step 10:20 --score :0 --show 3   texts of three wrong samples
-    python tools/rollouts.py runs/grpo --step 10 --sample 0 --show 3    one answer to each of three prompts
-    python tools/rollouts.py runs/grpo --text 'boxed' --length 500: --table
-    python tools/rollouts.py runs/grpo --source openai/gsm8k --export gsm8k.jsonl
+    lockstep samples runs/grpo                                   statistics of each step
+    lockstep samples runs/grpo --step 10:20 --score :0 --show 3  texts of three wrong samples
+    lockstep samples runs/grpo --step 10 --sample 0 --show 3     one answer to each of three prompts
+    lockstep samples runs/grpo --text 'boxed' --length 500: --table
+    lockstep samples runs/grpo --source openai/gsm8k --export gsm8k.jsonl
 
 A range is LOW:HIGH, both included, LOW:, :HIGH or one value. Filters are combined. --export writes parquet,
 JSONL or CSV by the name of the file; parquet and JSONL have every column, CSV all columns without tokens.

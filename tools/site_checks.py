@@ -1,4 +1,4 @@
-"""Checks of tools/doctor.py for what differs between sites: C library, driver, network, environment, places.
+"""Checks of `lockstep doctor` for differences between sites: C library, driver, network, environment, places.
 
 As in tools/node_checks.py, each check returns findings, none needs a GPU, and a faulty node raises nothing.
 """

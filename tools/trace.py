@@ -1,9 +1,9 @@
 """Merge the timelines of a run's ranks (trace.steps) into one trace per step, and print where the time went.
 
-    python tools/trace.py runs/grpo                   every traced step
-    python tools/trace.py runs/grpo --step 5 --ranks 0:7
-    python tools/trace.py runs/grpo --torch           also operators and kernels of torch.profiler
-    python tools/trace.py runs/grpo --cost            what tracing cost this run
+    lockstep trace runs/grpo          every traced step
+    lockstep trace runs/grpo --step 5 --ranks 0:7
+    lockstep trace runs/grpo --torch  also operators and kernels of torch.profiler
+    lockstep trace runs/grpo --cost   what tracing cost this run
 
 It writes <run>/trace/step_<step>.json.gz, which https://ui.perfetto.dev opens. A process is a rank; its
 tracks are phases, the main thread, the GPU, reward workers and other threads. Times are on rank 0's clock.

@@ -491,7 +491,7 @@ def _check_models(
             raise ConfigError(
                 f"{path} was written with {there}, not {here}; use the "
                 "section adapter of that run, or another run.dir and its export as model.path "
-                "(tools/export_hf.py)."
+                "(`lockstep export`)."
             )
         for hf in sorted(own["tensors"].keys() | saved["tensors"].keys()):
             there, here = (facts["tensors"].get(hf, "absent") for facts in (saved, own))

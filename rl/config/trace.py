@@ -14,7 +14,7 @@ class Trace:
 
     steps: list[int] = field(default_factory=list)
     """Steps with a timeline, which every rank writes to `<run.dir>/trace`; 0 is the validation before
-    training. `python tools/trace.py RUN` merges the ranks."""
+    training. `lockstep trace RUN` merges the ranks."""
     ranks: list[int] = field(default_factory=lambda: [0])
     """Ranks of the job for which the three keys below hold."""
     torch_profiler: list[PhaseName] = field(default_factory=list)

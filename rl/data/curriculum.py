@@ -5,7 +5,7 @@ def order(epoch, prompts, rng):
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
     return by_length[: len(by_length) // 2] if epoch == 0 else rng.permutation(by_length)
 
-python train_rl.py ... data.curriculum=order.py:order
+lockstep train ... data.curriculum=order.py:order
 """
 
 import inspect

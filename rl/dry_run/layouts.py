@@ -1,4 +1,4 @@
-"""Searches for the fastest configurations on a number of ranks (`tools/plan.py`), and for a layout for runs
+"""Searches for the fastest configurations on a number of ranks (`lockstep plan`), and for a layout for runs
 with a changing number of nodes."""
 
 import heapq

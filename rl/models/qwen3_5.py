@@ -1,7 +1,7 @@
 """Qwen3.5, text: Qwen3-Next's layers, dense or with experts in all of them.
 
 Checkpoints hold the projections of a delta net in four tensors. The published checkpoints have a vision tower
-and another class. tools/text_model.py writes their text model, with a class of `ARCHITECTURES`.
+and another class. `lockstep model text` writes their text model, with a class of `ARCHITECTURES`.
 """
 
 import functools

@@ -35,7 +35,7 @@ def needed(hf: dict[str, Any]) -> str:
     if not hf.get("architectures"):
         return ""
     if hf["architectures"][0] in TEXT_ALONE:
-        return ", of which only the text model is supported; write it with tools/text_model.py"
+        return ", of which only the text model is supported; write it with `lockstep model text`"
     for key, need in NEEDS.items():
         for prefix, tree in (("", hf), ("text_config.", hf.get("text_config") or {})):
             value = tree.get(key)

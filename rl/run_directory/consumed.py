@@ -2,7 +2,7 @@
 drew.
 
 A prompt is logged as [draw, index]: the number of prompts that the run had drawn before it, and its row in
-the data. `tools/consumed.py` counts them.
+the data. `lockstep samples prompts` counts them.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Rank discovery under the launchers of PBS Pro (HPE's PALS), LSF (jsrun) and Flux, for `rl.runtime.ranks`.
 
     python -m launch.node ...                             slurm/train.pbs, train.lsf and train.flux
-    mpiexec -n 16 --ppn 8 python train_rl.py ...          PBS Pro on HPE Cray
-    jsrun --smpiargs=none -n 16 python train_rl.py ...    LSF, without Spectrum MPI
-    flux run -N 2 -n 16 python train_rl.py ...            Flux
+    mpiexec -n 16 --ppn 8 lockstep train ...              PBS Pro on HPE Cray
+    jsrun --smpiargs=none -n 16 lockstep train ...        LSF, without Spectrum MPI
+    flux run -N 2 -n 16 lockstep train ...                Flux
 
 These launchers give each process its rank, but do not name the node of rank 0. This node is in MASTER_ADDR,
 which a batch script sets, or in the first line of PBS's file of nodes.

@@ -2,7 +2,7 @@
 `rl.runtime.rendezvous`.
 
 Precedence: torchrun's variables, MPI, a Slurm step, a launcher of `rl.runtime.other_launchers`, one process.
-`SLURM_PROCID` alone does not show a step: the batch script has it too, and `python train_rl.py` without srun
+`SLURM_PROCID` alone does not show a step: the batch script has it too, and `lockstep train` without srun
 would look like rank 0 of N there and wait forever. Only a step has `SLURM_STEP_ID` and
 `SLURM_STEP_NUM_TASKS`. mpi4py initialises MPI on import, so it is imported only when mpirun started the
 program.
@@ -102,7 +102,7 @@ def _discover(env: Mapping[str, str]) -> Ranks:
     if read_number(env, "SLURM_NTASKS", 1) > 1:
         raise ValueError(
             f"SLURM_NTASKS={env['SLURM_NTASKS']}, but this is a batch script, not a step: start the program "
-            "with `srun python train_rl.py ...`, or unset SLURM_NTASKS to run one process."
+            "with `srun lockstep train ...`, or unset SLURM_NTASKS to run one process."
         )
     refuse_unknown(env)
     return Ranks(0, 1, 0, 1, "single", "127.0.0.1")

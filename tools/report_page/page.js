@@ -201,7 +201,7 @@ async function filterSamples() {
   let matching = [...groups.values()].filter((entry) => entry.hits);
   const total = matching.length;
   matching = matching.filter((entry) => run.samples.stored[entry.step]?.includes(entry.group));
-  const without = total - matching.length ? `; of these, ${matching.length} groups are in this page with their tokens: tools/rollouts.py shows the others` : "";
+  const without = total - matching.length ? `; of these, ${matching.length} groups are in this page with their tokens: lockstep samples shows the others` : "";
   let texts = "";
   if (f.text) {
     const pattern = f.text.toLowerCase(), hits = [];
@@ -297,7 +297,7 @@ function card(sample, number, kind, scale) {
     span.dataset.place = `${number}.${i}`;
     part.append(span);
   });
-  if (sample.ids.length > MAX_TOKENS) box.append(element("b", `${sample.ids.length - MAX_TOKENS} more tokens: tools/rollouts.py shows them`));
+  if (sample.ids.length > MAX_TOKENS) box.append(element("b", `${sample.ids.length - MAX_TOKENS} more tokens: lockstep samples shows them`));
   made.append(box);
   return made;
 }

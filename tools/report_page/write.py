@@ -1,4 +1,4 @@
-"""The page of tools/report.py: one HTML file with the data of runs and the library that draws them.
+"""The page of `lockstep report`: one HTML file with the data of runs and the library that draws them.
 
 The data are JSON and arrays in gzip, as base64 in script elements, which page.js reads. Scores and lengths of
 all stored samples are in the page. Their tokens are the largest part; if they exceed the limit, groups are

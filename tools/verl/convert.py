@@ -43,7 +43,7 @@ def convert(
     changes, more = fitted(only_changes(ours), world_size, shape=shape, gpu_memory_gib=gpu_memory_gib)
     ours |= changes
     tree = yaml.dump(only_changes(ours), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
-    text = f"# From {file.name} by tools/from_verl.py.\n{tree}"
+    text = f"# From {file.name} by `lockstep convert`.\n{tree}"
     return Converted(text, report(settings.rest(), [*assumed, *notes, *more]), world_size)
 
 

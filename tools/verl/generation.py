@@ -38,7 +38,7 @@ def generation(settings: VerlSettings, notes: list[str], rows: int) -> dict[str,
     """Translate what is generated and where it is stored. rows: number of the prompts; 0 if unknown."""
     notes.append(
         f"data.output_path={settings.get('data.output_path')}: responses and their scores are in "
-        "<run.dir>/rollouts, which tools/rollouts.py reads; the last step may repeat the first prompts."
+        "<run.dir>/rollouts, which `lockstep samples` reads; the last step may repeat the first prompts."
     )
     per_step = settings.get("data.train_batch_size")
     ours: dict[str, Any] = {"run.mode": "rollout_only", "logging.rollouts": "all"}

@@ -206,7 +206,7 @@ def grid(
     get, megatron = settings.get, f"{part}megatron"
     paths = [str(settings.given.get(key, "")) for key in MODEL_PATHS]
     if any(re.search(TEXT_ALONE, path) for path in paths):
-        notes.append("model.path must be the text model alone, as tools/text_model.py writes it.")
+        notes.append("model.path must be the text model alone, as `lockstep model text` writes it.")
     if uses_megatron(settings, part):
         return {
             "training.tp": get(f"{megatron}.tensor_model_parallel_size", 1),

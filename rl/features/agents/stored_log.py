@@ -3,11 +3,11 @@ tokens that the engine sampled.
 
     <run.dir>/events/step_12/train.12_replica_0.events
 
-`tools/replay.py` repeats the generation from a log and compares the tokens. A file is compressed plain data
-(`rl.runtime.plain_data`): sampling parameters, events and completions. A context that continues an earlier
-request of its trajectory is stored without the tokens of the earlier request. For example, the request of
-turn 2 has only the tokens after turn 1. With roles, one run of the engine may last as long as the job. So
-each version of the weights has logs of its own (`VersionRecorder`).
+`lockstep samples replay` repeats the generation from a log and compares the tokens. A file is compressed
+plain data (`rl.runtime.plain_data`): sampling parameters, events and completions. A context that continues
+an earlier request of its trajectory is stored without the tokens of the earlier request. For example, the
+request of turn 2 has only the tokens after turn 1. With roles, one run of the engine may last as long as the
+job. So each version of the weights has logs of its own (`VersionRecorder`).
 """
 
 import gzip

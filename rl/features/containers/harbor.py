@@ -1,6 +1,6 @@
 """Tasks in the format of Harbor (harborframework.com) or Terminal-Bench: a directory per task.
 
-    python tools/make_tasks.py harbor --options '{"tasks": "TASKS"}' --out DIR
+    lockstep data tasks harbor --options '{"tasks": "TASKS"}' --out DIR
 
     agents:
       environment: rl.features.containers.harbor:Task

@@ -1,6 +1,6 @@
 """`run.mode=evaluate`: the validation of a run, at its checkpoints, without training.
 
-    srun python train_rl.py --config my.yaml run.mode=evaluate
+    srun lockstep train --config my.yaml run.mode=evaluate
 
 `checkpoint.resume` says what is measured. auto: all checkpoints of `run.dir`, or the model if there are none.
 never: the model in `model.path`. A path: that checkpoint, or all checkpoints of that run directory.

@@ -1,6 +1,6 @@
 """`run.mode=check`: one step of the run on its own model, data and reward, and a verdict on each part of it.
 
-    srun python train_rl.py --config my.yaml run.mode=check
+    srun lockstep train --config my.yaml run.mode=check
 
 The check runs on as many ranks as the training, in the directory `<run.dir>-check`, and writes no checkpoint.
 Rank 0 prints samples with their masks, a table of the phases and the verdicts, and writes them to

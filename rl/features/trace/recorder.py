@@ -1,6 +1,6 @@
 """The recorder of a traced step: spans of this rank, the clock's offset from rank 0, and the profilers.
 
-Each rank writes `<run.dir>/trace/step_<step>_rank_<rank>.json` in a thread; `tools/trace.py` merges the files
+Each rank writes `<run.dir>/trace/step_<step>_rank_<rank>.json` in a thread; `lockstep trace` merges the files
 of a step into one trace. Ranks communicate only to compare their clocks, before a step is recorded.
 """
 

@@ -365,7 +365,7 @@ OWN_FILE = ", which needs a file of its own in rl/models (docs/extending.md)"
         (
             {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}},
             "Qwen3_5ForConditionalGeneration, of which only the text model is supported; write it with "
-            "tools/text_model.py",
+            "`lockstep model text`",
         ),
         (
             {"architectures": ["Qwen3VL"], "vision_config": {"model_type": "qwen3_vl"}},

@@ -235,7 +235,7 @@ def test_master_addr_may_be_given_in_the_batch_script():
 
 
 def test_a_batch_script_runs_one_process_of_one_task_only():
-    message = r"SLURM_NTASKS=4, but this is a batch script, not a step: .* `srun python train_rl\.py"
+    message = r"SLURM_NTASKS=4, but this is a batch script, not a step: .* `srun lockstep train"
     with pytest.raises(ValueError, match=message):
         discover(slurm_batch())
     assert discover(slurm_batch(SLURM_NTASKS="1")).launcher == "single"

@@ -452,7 +452,7 @@ def test_models_with_gated_delta_nets_fit(tmp_path, capsys, model):
         "actor_rollout_ref.rollout.tensor_model_parallel_size=4 --config-name=ppo_megatron_trainer\n"
     )
     assert from_verl.main([str(script), "--out", str(out)]) == 0
-    assert ("as tools/text_model.py writes it" in capsys.readouterr().err) == ("3.5" in model)
+    assert ("as `lockstep model text` writes it" in capsys.readouterr().err) == ("3.5" in model)
     assert load_config(str(out)).training.ep == 8
 
 

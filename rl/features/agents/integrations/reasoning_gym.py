@@ -1,6 +1,6 @@
 """Puzzles of reasoning-gym (github.com/open-thought/reasoning-gym): a data source and its scorer.
 
-`tools/make_tasks.py reasoning-gym` writes a row per puzzle; its `ground_truth` is a puzzle's `pack`.
+`lockstep data tasks reasoning-gym` writes a row per puzzle; its `ground_truth` is a puzzle's `pack`.
 
     reward:
       function: rl.features.agents.integrations.reasoning_gym:score    # one answer per prompt
@@ -73,7 +73,7 @@ def check_truth(ground_truth: Any, **kwargs: Any) -> dict[str, Any]:
     except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError) as error:
         raise ValueError(
             f"reward_model.ground_truth={ground_truth!r:.200} must be a puzzle; write the rows by "
-            "tools/make_tasks.py reasoning-gym."
+            "`lockstep data tasks reasoning-gym`."
         ) from error
     return puzzle
 

@@ -10,7 +10,8 @@
 
 The environment drives itself: its harness calls the run's endpoint. The score is the mean reward of the
 episode's trainable traces; in each trace verifiers weights the task's rewards. The metrics of verifiers are
-logged. `PYTHON tools/make_tasks.py verifiers` writes the tasks as rows; `extra_info.task` is a task's data.
+logged. `PYTHON -m lockstep data tasks verifiers` writes the tasks as rows; `extra_info.task` is a task's
+data.
 """
 
 import os
