@@ -1,4 +1,4 @@
-"""tools/bench.py from its command line, on tables that are measured in seconds."""
+"""tools/dev/bench.py from its command line, on tables that are measured in seconds."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ MEASURED = "control --size tiny --ranks 1 --worlds --rounds 1"
 
 
 def bench(tmp_path, table, *options):
-    command = [sys.executable, ROOT / "tools" / "bench.py", *table.split(), *options]
+    command = [sys.executable, ROOT / "tools" / "dev" / "bench.py", *table.split(), *options]
     return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
 
@@ -46,7 +46,7 @@ CONSTANTS |= dict(forward_1=0.006, update_1=0.03, forward_5=0.025, update_5=0.08
 CONSTANTS |= dict(update_many=1.0, update_long=1.4, decode_1=0.0025, decode_many=0.005, decode_long=0.009)
 CONSTANTS |= dict(gather_small=1e-3, gather_large=5e-3, scatter_small=1.5e-3, scatter_large=8e-3)
 CONSTANTS |= dict(all_reduce=1e-5)
-"""Seconds and rates of the kind that `tools.bench_tables.machine` measures; none are measured here."""
+"""Seconds and rates of the kind that `tools.dev.bench_tables.machine` measures; none are measured here."""
 
 
 @pytest.mark.slow

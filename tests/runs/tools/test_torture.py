@@ -9,7 +9,7 @@ import pytest
 
 from rl.checkpoint.shards import DamagedError
 from tests.spawn import ROOT
-from tools.torture import metrics_of, read_checkpoints
+from tools.dev.torture import metrics_of, read_checkpoints
 
 CARRIED = (
     "rollout.carry_over=true",
@@ -25,7 +25,15 @@ CARRIED = (
 @pytest.mark.parametrize("kills, overrides", [(10, ()), (30, CARRIED)], ids=["synchronous", "carry-over"])
 def test_kills_lose_nothing(tmp_path, kills, overrides):
     out = tmp_path / "out"
-    command = [sys.executable, ROOT / "tools" / "torture.py", "--kills", str(kills), "--out", out, *overrides]
+    command = [
+        sys.executable,
+        ROOT / "tools" / "dev" / "torture.py",
+        "--kills",
+        str(kills),
+        "--out",
+        out,
+        *overrides,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"nothing lost: {kills} kills" in done.stdout

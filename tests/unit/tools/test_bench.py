@@ -1,12 +1,12 @@
-"""tools/bench.py: tables are printed; lengths of random models; sides take turns."""
+"""tools/dev/bench.py: tables are printed; lengths of random models; sides take turns."""
 
 import sys
 
 import pytest
 
-from tools.bench_tables.report import Result, TableLine
-from tools.bench_tables.sides import BenchFailed, Side, alternate
-from tools.bench_tables.tasks import end_probability
+from tools.dev.bench_tables.report import Result, TableLine
+from tools.dev.bench_tables.sides import BenchFailed, Side, alternate
+from tools.dev.bench_tables.tasks import end_probability
 
 
 def test_markdown():
@@ -23,7 +23,7 @@ def test_end_probability():
 
 SIDE = """
 import json, sys
-from tools.bench_tables.sides import STEP, wait_for_turn
+from tools.dev.bench_tables.sides import STEP, wait_for_turn
 records, order, name, last = sys.argv[1:]
 for step in range(1, int(last) + 1):
     wait_for_turn(step)

@@ -1,6 +1,6 @@
 """The dry run's seconds of a step beside published ones."""
 
-from tools.bench_tables.published import HELD_OUT, RUNS, TOLERANCE, row_of, seconds_of
+from tools.dev.bench_tables.published import HELD_OUT, RUNS, TOLERANCE, row_of, seconds_of
 
 
 def test_seven_of_ten_published_steps_are_predicted_within_a_quarter():

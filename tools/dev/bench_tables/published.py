@@ -24,7 +24,7 @@ from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.generation import engines_of, generation_seconds, work_of
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.timing import training_pass
-from tools.bench_tables.report import TableLine
+from tools.dev.bench_tables.report import TableLine
 
 H20 = dict(gpu_memory_gib=96.0, tflops=148.0, hbm_gb_s=4000.0)
 GB200 = dict(

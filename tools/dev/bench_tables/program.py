@@ -7,12 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.bench_tables.report import ROOT
-from tools.bench_tables.sides import STEPS_PER_TURN, Side, Turn, alternate, torchrun
-from tools.bench_tables.tasks import SIZES
+from tools.dev.bench_tables.report import ROOT
+from tools.dev.bench_tables.sides import STEPS_PER_TURN, Side, Turn, alternate, torchrun
+from tools.dev.bench_tables.tasks import SIZES
 
 CONFIG = Path(__file__).with_name("step.yaml")
-ALGORITHM = f"algorithm={ROOT}/tools/bench_tables/grpo_in_turns.py"
+ALGORITHM = f"algorithm={ROOT}/tools/dev/bench_tables/grpo_in_turns.py"
 CORES = len(os.sched_getaffinity(0))
 
 
@@ -44,7 +44,7 @@ def start_lockstep(
 
 
 def of_task(task: Path) -> list[str]:
-    """Return the overrides that select a task of tools/bench_tables/tasks.py."""
+    """Return the overrides that select a task of tools/dev/bench_tables/tasks.py."""
     return [
         f"model.path={task}/model",
         f"data.train=[{task}/train.parquet]",

@@ -1,8 +1,8 @@
 """GRPO as a side of a comparison: it waits for its turn before the first step of each turn.
 
-An algorithm file outside of `rl.algorithms`, selected by `algorithm=tools/bench_tables/grpo_in_turns.py`. The
-wait is timing_s/turn, which is part of timing_s/step. All timing_s/* count by `sides.clock`. The metric PEAK
-is the maximum resident memory of a rank so far, in GiB.
+An algorithm file outside of `rl.algorithms`, selected by its path. The wait is timing_s/turn, which
+is part of timing_s/step. All timing_s/* count by `sides.clock`. The metric PEAK is the maximum resident
+memory of a rank so far, in GiB.
 """
 
 import os
@@ -16,7 +16,7 @@ from rl.algorithms import grpo
 from rl.data.batch import Batch
 from rl.phases import step_record
 from rl.phases.phases import Phases
-from tools.bench_tables.sides import PEAK, STEPS_PER_TURN, clock, wait_for_turn
+from tools.dev.bench_tables.sides import PEAK, STEPS_PER_TURN, clock, wait_for_turn
 
 step_record.time = SimpleNamespace(perf_counter=clock())  # type: ignore[assignment]
 

@@ -5,7 +5,7 @@ a thread per core, whichever is faster. Both train all samples in one update, in
 checkpointing. TRL generates with transformers. Its package is enough, because the CPU stack has the others:
 
     pip install --no-deps --target trl trl==1.16.0
-    python tools/bench.py peer --peer trl --model models/smollm2-135m
+    python tools/dev/bench.py peer --peer trl --model models/smollm2-135m
 """
 
 import json
@@ -19,10 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tools.bench_tables.program import CORES, of_task, start_lockstep, turn_seconds
-from tools.bench_tables.report import TableLine, middle
-from tools.bench_tables.sides import STEP, BenchFailed, Side, Turn, alternate, torchrun, wait_for_turn
-from tools.bench_tables.tasks import REWARD, save_task
+from tools.dev.bench_tables.program import CORES, of_task, start_lockstep, turn_seconds
+from tools.dev.bench_tables.report import TableLine, middle
+from tools.dev.bench_tables.sides import STEP, BenchFailed, Side, Turn, alternate, torchrun, wait_for_turn
+from tools.dev.bench_tables.tasks import REWARD, save_task
 
 PHASES = {"gen": "generation", "old_log_prob": "old log-probs", "update_actor": "update"}
 """Metric without timing_s/ -> its name in the table; the rest of a step is not shown."""
@@ -141,11 +141,11 @@ def start_trl(package: Path, directory: Path, processes: int, spec: dict[str, An
     python = [sys.executable] if processes == 1 else torchrun(processes)
     return Side(
         f"TRL on {processes}",
-        [*python, "-m", "tools.bench_tables.peer", str(path)],
+        [*python, "-m", "tools.dev.bench_tables.peer", str(path)],
         directory=directory / "side",
         records=records,
         environment={
-            "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[2]), str(package))),
+            "PYTHONPATH": os.pathsep.join((str(Path(__file__).resolve().parents[3]), str(package))),
             "OMP_NUM_THREADS": str(max(1, CORES // processes)),
             "HF_DATASETS_CACHE": str(directory / "cache"),
             "CUDA_VISIBLE_DEVICES": "",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench_tables.report import ROOT
+from tools.dev.bench_tables.report import ROOT
 from tools.processes import kill_tree
 
 TURNS = "LOCKSTEP_BENCH_TURNS"

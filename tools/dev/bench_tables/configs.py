@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.bench_tables.program import add_step_arguments, compare_configs, turn_seconds
-from tools.bench_tables.report import TableLine, middle
-from tools.bench_tables.sides import Turn
-from tools.bench_tables.tasks import save_task
+from tools.dev.bench_tables.program import add_step_arguments, compare_configs, turn_seconds
+from tools.dev.bench_tables.report import TableLine, middle
+from tools.dev.bench_tables.sides import Turn
+from tools.dev.bench_tables.tasks import save_task
 
 
 def metric(turns: list[Turn], name: str) -> float:

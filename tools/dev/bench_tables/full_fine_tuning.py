@@ -19,7 +19,7 @@ from rl.dry_run.estimate import Estimate, changed, estimate
 from rl.dry_run.hardware import GIB, Hardware
 from rl.dry_run.memory import ITEMSIZE
 from rl.dry_run.shape import ModelShape as ShapeModel
-from tools.bench_tables.report import TableLine
+from tools.dev.bench_tables.report import TableLine
 
 MODELS = ("qwen2.5-7b", "qwen2.5-32b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
 OPTIMIZERS = {

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from tools.bench_tables.program import of_task, run_alone, turn_seconds
-from tools.bench_tables.report import ROOT, TableLine, middle
-from tools.bench_tables.tasks import SIZES, save_task
+from tools.dev.bench_tables.program import of_task, run_alone, turn_seconds
+from tools.dev.bench_tables.report import ROOT, TableLine, middle
+from tools.dev.bench_tables.tasks import SIZES, save_task
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -1,7 +1,7 @@
 """Kill a toy run repeatedly at random times and check that nothing is lost.
 
-    python tools/torture.py --kills 100 --out /tmp/torture
-    python tools/torture.py --kills 20 --config configs/toy/grpo.yaml --out /tmp/torture run.max_steps=8
+    python tools/dev/torture.py --kills 100 --out /tmp/torture
+    python tools/dev/torture.py --kills 20 --config configs/toy/grpo.yaml --out /tmp/torture run.max_steps=8
 
 The first run is not disturbed. Then the same command is started in a new directory, and one rank or all ranks
 receive SIGKILL: half of the time at a random time, half of the time while a checkpoint is being written. The
@@ -28,8 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-# Python searches only tools/ for modules when it runs this file as a script.
+ROOT = Path(__file__).resolve().parents[2]
+# Python searches only tools/dev/ for modules when it runs this file as a script.
 sys.path.insert(0, str(ROOT))
 
 import pyarrow.parquet as pq  # noqa: E402

@@ -2,7 +2,7 @@
 
 As a program, this file is train_rl.py with a timer around each check:
 
-    python tools/bench_tables/checks.py [arguments of train_rl.py]
+    python tools/dev/bench_tables/checks.py [arguments of train_rl.py]
 
 Its last line of output has the seconds of each step.
 """
@@ -19,7 +19,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 CHECKS = {
     "samples": ["rl.checks.checks:Checks.generated", "rl.rollout.batches:_check_digests"],
@@ -51,7 +51,7 @@ CHECKS = {
 
 
 def add_arguments(add: Callable[..., Any]) -> None:
-    add("--size", default="0.7M", help="model of tools/bench_tables/tasks.py (0.7M)")
+    add("--size", default="0.7M", help="model of tools/dev/bench_tables/tasks.py (0.7M)")
     add("--model", default="", help="directory of a checkpoint, in place of --size")
     add("--prompts", type=int, default=128, help="prompts of a step (128)")
     add("--samples", type=int, default=8, help="samples per prompt (8)")
@@ -62,10 +62,10 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 def measure(args: Namespace, runs: Path) -> list:
     """Return a row per kind of check, and one for all: its share of the first step, and the median later."""
-    from tools.bench_tables.machine import output_of
-    from tools.bench_tables.program import CONFIG, of_task
-    from tools.bench_tables.report import TableLine, middle
-    from tools.bench_tables.tasks import save_task
+    from tools.dev.bench_tables.machine import output_of
+    from tools.dev.bench_tables.program import CONFIG, of_task
+    from tools.dev.bench_tables.report import TableLine, middle
+    from tools.dev.bench_tables.tasks import save_task
 
     task = save_task(runs / "task", args.size, mean_length=args.max_tokens / 2, max_length=args.max_tokens)
     overrides = [

@@ -1,10 +1,11 @@
 """Seconds and memory that the dry run predicts, beside those measured on this machine in many layouts.
 
-The constants (`tools.bench_tables.machine`) are measured for each number of ranks, before its first layout.
-Ranks have one thread. Answers do not end before the limit of tokens, so that the lengths are known. Figures
-are medians of the steps, as the constants are medians of passes. Memory is the maximum of the rank with most.
+The constants (`tools.dev.bench_tables.machine`) are measured for each number of ranks, before the first
+layout. Ranks have one thread. Answers do not end before the limit of tokens, so that the lengths are known.
+Figures are medians of the steps, as the constants are medians of passes. Memory is the maximum of the rank
+with most.
 
-    python tools/bench.py measured --model models/smollm2-135m --rounds 2
+    python tools/dev/bench.py measured --model models/smollm2-135m --rounds 2
 """
 
 import json
@@ -19,11 +20,11 @@ from typing import Any
 from rl.config.schema import load_config
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import GIB
-from tools.bench_tables.machine import Dtype, hardware_of, measure_machine
-from tools.bench_tables.program import CONFIG, of_task, run_alone
-from tools.bench_tables.report import TableLine, shown
-from tools.bench_tables.sides import CLOCK, PEAK
-from tools.bench_tables.tasks import save_task, save_task_of
+from tools.dev.bench_tables.machine import Dtype, hardware_of, measure_machine
+from tools.dev.bench_tables.program import CONFIG, of_task, run_alone
+from tools.dev.bench_tables.report import TableLine, shown
+from tools.dev.bench_tables.sides import CLOCK, PEAK
+from tools.dev.bench_tables.tasks import save_task, save_task_of
 
 PHASES = ("gen", "old_log_prob", "update_actor", "update_weights")
 """Metrics of the compared phases, without timing_s/ (for example timing_s/gen). A row shows their sum."""

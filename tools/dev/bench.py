@@ -1,7 +1,7 @@
 """Measure Lockstep: one command per table.
 
-    python tools/bench.py control --ranks 2                share of a step outside of its work
-    python tools/bench.py TABLE --help
+    python tools/dev/bench.py control --ranks 2                share of a step outside of its work
+    python tools/dev/bench.py TABLE --help
 
 Both sides of a comparison run in one command and take turns, step by step, so that both see the same load of
 the machine. Figures are medians over the rounds. The table is printed as Markdown and, with --out, written as
@@ -23,12 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# Python searches only tools/dev/ for modules when it runs this file as a script.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench_tables import checks, configs, control, full_fine_tuning, host, measured, peer, published  # noqa: E402
-from tools.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
-from tools.bench_tables.sides import BenchFailed  # noqa: E402
+from tools.dev.bench_tables import checks, configs, control, full_fine_tuning, host, measured, peer, published  # noqa: E402
+from tools.dev.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
+from tools.dev.bench_tables.sides import BenchFailed  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         shutil.rmtree(runs, ignore_errors=True)
     machine["load after"] = f"{os.getloadavg()[0]:.1f}"
-    command = shlex.join(["python", "tools/bench.py", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "tools/dev/bench.py", *(sys.argv[1:] if argv is None else argv)])
     result = Result(
         table=args.table,
         title=table.title,

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl.dry_run.hardware import GIB, Hardware
-from tools.bench_tables.report import ROOT
-from tools.bench_tables.sides import CLOCK, BenchFailed, clock, torchrun
+from tools.dev.bench_tables.report import ROOT
+from tools.dev.bench_tables.sides import CLOCK, BenchFailed, clock, torchrun
 
 Dtype = Literal["float32", "bfloat16"]
 CORES = len(os.sched_getaffinity(0))
@@ -52,7 +52,7 @@ def measure_machine(model: Path, ranks: int, clock: str, dtype: Dtype = "float32
     if ranks > CORES:
         clock = "processor"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), CLOCK: clock}
-    module = ["-m", "tools.bench_tables.machine"]
+    module = ["-m", "tools.dev.bench_tables.machine"]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     alone = [[sys.executable, *module, "rank", str(model), dtype]] * ranks
     found = mean(output_of(alone, environment | {BARRIER: f"{store.port}:{ranks}"}))
@@ -182,7 +182,7 @@ def measure_rank(model: str, dtype: Dtype) -> dict[str, float]:
     from rl.training.grid import build_grid
     from rl.training.loss import Totals
     from rl.training.model import DTYPES
-    from tools.bench_tables.program import CONFIG
+    from tools.dev.bench_tables.program import CONFIG
 
     config = load_config(
         str(CONFIG),

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.bench_tables.machine import output_of
-from tools.bench_tables.report import ROOT, TableLine, middle
-from tools.bench_tables.tasks import save_task
+from tools.dev.bench_tables.machine import output_of
+from tools.dev.bench_tables.report import ROOT, TableLine, middle
+from tools.dev.bench_tables.tasks import save_task
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -53,7 +53,7 @@ def measure(args: Namespace, runs: Path) -> list[TableLine]:
 
 def run(spec: dict) -> tuple[list[float], list[float]]:
     """Return what `measure_engine` returns, from a process of its own. spec: its arguments."""
-    command = [sys.executable, "-m", "tools.bench_tables.host", json.dumps(spec)]
+    command = [sys.executable, "-m", "tools.dev.bench_tables.host", json.dumps(spec)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ((step, outside),) = output_of([command], environment)
     return step, outside
