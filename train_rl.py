@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import rl  # noqa: F401  refuses an old Python
+
 if TYPE_CHECKING:
     from rl.config.schema import Config
     from rl.runtime.device import Device

@@ -20,7 +20,7 @@ HOME = _INSIDE if _INSIDE.is_dir() else _INSIDE.parents[1]
 if str(HOME) not in sys.path:
     sys.path.insert(0, str(HOME))
 
+from rl import __version__  # noqa: E402, I001  first, because it refuses an old Python
 from lockstep.library import RunError, RunResult, read_run, train  # noqa: E402
-from rl import __version__  # noqa: E402
 
 __all__ = ["HOME", "__version__", "RunError", "RunResult", "read_run", "train"]

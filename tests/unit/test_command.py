@@ -46,6 +46,30 @@ def test_without_the_environment_the_remedy_is_named():
     assert "has no package" in done.stderr and "source .venv/bin/activate" in done.stderr
 
 
+@pytest.mark.parametrize("program", ["lockstep", "train_rl"])
+def test_an_old_python_is_refused_in_one_sentence(program):
+    old = f"import sys; sys.version_info = (3, 9); sys.argv = ['x', 'status']; import {program}"
+    done = subprocess.run([sys.executable, "-c", old], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "is older than Python 3.11; activate" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_bash_completes_commands_and_keys():
+    script = """source <("$0" -m lockstep completion)
+        for line in "tr" "data to" "train training.optimizer.l" "train run.mode ="
+        do COMP_WORDS=(lockstep $line); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); COMPREPLY=()
+           _lockstep; echo "${COMPREPLY[*]}"; done"""
+    done = subprocess.run(
+        ["bash", "-c", script, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["train  trace ", "toy ", "training.optimizer.lr=", ""], done.stderr
+
+
+def test_help_of_a_word_is_a_command_or_keys():
+    assert run("--help", "plan", "refit").stdout.startswith("usage: lockstep plan refit")
+    assert "training.optimizer.clip_grad" in run("--help", "clip").stdout
+
+
 def test_a_run_can_be_read(tmp_path):
     (tmp_path / "config.yaml").write_text("run: {name: a}\ntraining: {optimizer: {lr: 1e-6}}\n")
     (tmp_path / "status.json").write_text(json.dumps({"state": "stopped", "reason": "SIGTERM"}))
