@@ -67,7 +67,9 @@ def describe(name: str) -> Algorithm:
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"algorithm {name} cannot be read: {error}.") from error
+        raise ConfigError(
+            f"algorithm={name} cannot be read ({error}); correct the path or the file."
+        ) from error
     values = assigned(tree)
     try:
         needs = tuple(ast.literal_eval(values["NEEDS"]))

@@ -461,8 +461,9 @@ def yaml_errors(source: str) -> Iterator[None]:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         problem = error.problem or error.context or ""
-        remedy = "; indent with spaces instead of tabs" if r"'\t'" in problem else ""
-        raise ConfigError(f"{source}{line}: {problem}{remedy}.") from error
+        tab = r"'\t'" in problem
+        remedy = "indent with spaces instead of tabs" if tab else "correct the YAML there"
+        raise ConfigError(f"{source}{line}: {problem}; {remedy}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {' '.join(str(error).split())}.") from error
 

@@ -19,7 +19,7 @@ from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formula_of, formulas, literal_dict
 from rl.config.elastic import Elastic
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
-from rl.config.options import OWN_FUNCTION, Files, build, flatten, last_file, read
+from rl.config.options import OWN_FUNCTION, ConfigError, Files, build, flatten, last_file, read
 from rl.config.paths import expand_paths
 from rl.config.ranges import (
     AT_LEAST_ONE,
@@ -438,6 +438,13 @@ FIRST_KEYS = (
     "checkpoint.every",
 )
 """The keys that people change first, which `--help` shows."""
+OTHERS = {
+    "actor_rollout_ref": "verl; translate it with lockstep convert {file}",
+    "model_name_or_path": "TRL; docs/trl.md lists the keys of both",
+    "loss_fn": "NeMo-RL; docs/nemo_rl.md lists the keys of both",
+    "pretrain": "OpenRLHF; docs/openrlhf.md lists the keys of both",
+}
+"""Key at the top level of another program's config -> the program, and the remedy."""
 SUFFIXES = {"check": "-check", "evaluate": "-eval"}
 """Suffix of the directory of a mode: for example, run.mode=check writes runs/x-check beside runs/x."""
 
@@ -481,6 +488,10 @@ def derived_keys(path: Files, overrides: Sequence[str] = ()) -> list[str]:
 def _load(path: Files, overrides: Sequence[str]) -> tuple["Config", "Config", list[Consequence]]:
     """Return the config with and without what follows from it, and what follows."""
     raw = read(path, overrides)
+    for name, tree in raw.files:
+        for key in OTHERS.keys() & tree.keys():
+            program = OTHERS[key].format(file=name)
+            raise ConfigError(f"{name} is a config of {program} (it has the key {key}).")
     defaults: dict[str, Any] = {"run.name": Path(file).stem} if (file := last_file(path)) else {}
     defaults |= describe(expand_paths(build(Config, raw)).algorithm).defaults
     before = build(Config, raw, defaults)

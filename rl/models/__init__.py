@@ -122,6 +122,11 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
             raise ValueError(
                 f"{key}={directory} has no config.json; it must be a Hugging Face checkpoint directory."
             )
+        if path.parent.is_file():
+            raise ValueError(
+                f"{key}={directory} is a file, but must be the directory of a Hugging Face checkpoint (for a "
+                "GGUF file, lockstep model --gguf FILE --out DIR makes one)."
+            )
         raise ValueError(
             f"{key}={directory} is not a directory; download the checkpoint first "
             f"(hf download {directory if directory.count('/') == 1 else 'NAME'} --local-dir DIR) and set "

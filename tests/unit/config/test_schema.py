@@ -600,3 +600,16 @@ def test_of_several_files_later_ones_win_key_by_key(tmp_path):
     second.write_text("run: {seed: 3}")
     run = load_config([first, second], ["run.max_steps=8"]).run
     assert (run.name, run.seed, run.max_steps) == ("b", 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("data: {train_files: a.parquet}\nactor_rollout_ref: {}", "verl; translate it with lockstep convert"),
+        ("model_name_or_path: a", "TRL; docs/trl.md"),
+    ],
+)
+def test_a_config_of_another_program_is_named(tmp_path, text, program):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"a.yaml is a config of {program}"):
+        load_config(str(tmp_path / "a.yaml"))
