@@ -22,6 +22,7 @@ import sys
 from typing import NoReturn
 
 from lockstep.commands import COMMANDS, Command
+from rl import __version__
 from train_rl import advice_on, leave
 
 PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
@@ -34,6 +35,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if argv[:1] in (["-h"], ["--help"]) and argv[1:]:
         word = argv[1]
         argv = [*argv[1:], "--help"] if any(word in words.split() for words in COMMANDS) else ["train", *argv]
+    if argv == ["--version"]:
+        print(__version__)
+        raise SystemExit(0)
     if not argv or argv[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `lockstep --help | head` ends silently
         print(usage())
@@ -82,7 +86,7 @@ def refuse(error: object) -> int:
 
 def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Refuse the arguments of any command in one sentence; argparse would print its usage before."""
-    raise SystemExit(refuse(f"{message}; {parser.prog} --help lists the arguments."))
+    raise SystemExit(refuse(f"{message.removesuffix('.')}; {parser.prog} --help lists the arguments."))
 
 
 def usage() -> str:

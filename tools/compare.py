@@ -57,6 +57,9 @@ def answers(arms: Sequence[Sequence[Path]], *, margin: float) -> list[str]:
         scope = f"{len(arms[0])} seeds of A, {len(arms[1])} of B"
     lines = [f"{scope}; intervals have a confidence of {1 - ALPHA:.0%}"]
     runs = [run for arm in arms for run in arm]
+    for run in runs:
+        if not run.is_dir():
+            raise ValueError(f"there is no directory {run}; lockstep status lists the runs.")
     for name, directory in VALIDATIONS.items():
         files = {run: stored_steps(run, directory) for run in runs}
         if steps := sorted(set.intersection(*(set(found) for found in files.values()))):

@@ -87,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         found = count(args.run)
     except OSError as error:
-        sys.exit(f"error: {error}; only runs with rollout.carry_over=true or roles write the file.")
+        reason = f"{error.filename}: {error.strerror}"
+        sys.exit(f"error: {reason}; name a run with rollout.carry_over=true or roles, which write the file.")
     print(found.line())
     return 0 if found.is_exact else 1
 

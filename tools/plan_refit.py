@@ -67,7 +67,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def traffic_of(args: argparse.Namespace) -> RefitTraffic:
     """Compute the traffic of the given layouts. Raises OSError, and ValueError for invalid layouts."""
-    hf = json.loads((args.model / "config.json" if args.model.is_dir() else args.model).read_text())
+    file = args.model / "config.json" if args.model.is_dir() else args.model
+    if not file.is_file():
+        raise ValueError(
+            f"--model={args.model}: there is no {file}; name a model's directory or config.json."
+        )
+    hf = json.loads(file.read_text())
     if not hf.get("architectures") or not hf.get("num_hidden_layers"):
         raise ValueError(
             f"{args.model} is not the config.json of a language model: architectures or num_hidden_layers is "

@@ -48,25 +48,27 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
 
     Raises ValueError for wrong arguments.
     """
-    from rl.checkpoint.directory import complete
-    from rl.checkpoint.store import CheckpointStore
     from rl.config import wing
-    from rl.config.options import load as load_config
-    from rl.config.reward import Reward
-    from rl.config.roles import Roles
-    from rl.config.schema import Config
-    from rl.engines.engines import build_engines, finish_imports
-    from rl.engines.inputs import Inputs
-    from rl.engines.memory import MemorySharing
-    from rl.run_directory.event_files import DIRECTORY
-    from rl.run_directory.record import config_of_step
-    from rl.runtime.collectives import gather_objects
     from rl.runtime.session import session
-    from rl.sandbox.private_directory import refuse_untrusted
-    from rl.training.grid import build_grid
 
     logs = wing.door_of("agents", "logs", needed_by=f"RUN_DIR={args.run_dir}")
     with session(ranks) as device:
+        # Here, because a session silences the libraries' warnings.
+        from rl.checkpoint.directory import complete
+        from rl.checkpoint.store import CheckpointStore
+        from rl.config.options import load as load_config
+        from rl.config.reward import Reward
+        from rl.config.roles import Roles
+        from rl.config.schema import Config
+        from rl.engines.engines import build_engines, finish_imports
+        from rl.engines.inputs import Inputs
+        from rl.engines.memory import MemorySharing
+        from rl.run_directory.event_files import DIRECTORY
+        from rl.run_directory.record import config_of_step
+        from rl.runtime.collectives import gather_objects
+        from rl.sandbox.private_directory import refuse_untrusted
+        from rl.training.grid import build_grid
+
         refuse_untrusted(args.run_dir)  # its config may name code
         config = load_config(Config, config_of_step(args.run_dir, args.step))
         run = replace(config.run, dir=args.run_dir)  # it may have moved

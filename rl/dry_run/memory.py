@@ -333,7 +333,8 @@ def estimate_memory(
             states["mtp"] = model_state(own, layout, itemsize, head.run.optimizer)
         learning = [model for model in on_grid.values() if model.run.learns]
         # One model computes at a time, so the largest counts.
-        work = max(_activations(config, layout, model, stage, hardware, head) for model in learning)
+        passes = (_activations(config, layout, model, stage, hardware, head) for model in learning)
+        work = max(passes, default=(0.0, 0.0))  # run.mode=evaluate learns nothing
         if hardware.is_cpu:
             # gloo reduces a copy of the gradients, while glibc keeps the memory of the activations.
             copied = max(state.gradients for state in states.values())

@@ -65,8 +65,13 @@ class VerlSettings:
 
 def read_settings(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Return verl's settings by dotted key, and notes. Raises ValueError if the file does not start verl."""
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; name a script or config of verl.")
     if path.suffix in (".yaml", ".yml"):
-        return settings_of(overrides, settings_of_yaml(path)), []
+        settings = settings_of(overrides, settings_of_yaml(path))
+        if any(key.startswith(("run.", "training.", "rollout.")) for key in settings):
+            raise ValueError(f"{path} is a config of Lockstep; name a script or config of verl.")
+        return settings, []
     arguments, notes = arguments_of_script(path, overrides)
     arguments += overrides  # of a script without "$@" too
     return settings_of(arguments, settings_of_config(arguments)), notes

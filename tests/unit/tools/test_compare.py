@@ -58,6 +58,9 @@ def test_the_answer_says_better_none_or_what_is_needed(tmp_path, capsys):
     seeds = [f"{tmp_path}/a,{tmp_path}/same", f"{tmp_path}/b,{tmp_path}/b"]
     main(seeds)
     assert "2 seeds of A, 2 of B" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="there is no directory .*absent"):
+        main([str(tmp_path / "a"), str(tmp_path / "absent")])
+    (tmp_path / "absent").mkdir()
     with pytest.raises(ValueError, match="no stored validation of a step in common"):
         main([str(tmp_path / "a"), str(tmp_path / "absent")])
 
