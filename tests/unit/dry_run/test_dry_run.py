@@ -58,6 +58,13 @@ def test_an_engine_holds_its_share_and_replicated_weights(model, tp):
     assert whole / tp <= held + in_float32 <= (whole - repeated) / tp * 1.02 + repeated
 
 
+def test_an_evaluation_needs_less_than_its_training():
+    (evaluation,), (training,) = (
+        found(GRPO, 8, f"run.mode={mode}").memory.stages for mode in ("evaluate", "train")
+    )
+    assert evaluation.state < training.state and evaluation.activations == 0.0 < training.activations
+
+
 def test_a_bucket_is_padded_as_megatron_pads_it():
     assert buffer_elements([], 4) == 0
     assert buffer_elements([64], 1) == 128
