@@ -14,15 +14,20 @@ values begin at 0, and `critic.warmup_steps` lets it learn before the policy cha
 `objective.reward_kl.controller=adaptive` the KL coefficient is adapted (arXiv:1909.08593). The critic's loss
 is the mean over tokens for every `objective.aggregation`.
 
-Left out: a KL penalty on the old policy instead of the clip, because the paper found it worse; and
-InstructGPT's pretraining loss (PPO-ptx), because a batch holds only the policy's responses.
+VAPO (arXiv:2504.05118) computes target_t with lam = 1, and A_t with a lam that grows with the length of the
+response (`objective.lam_critic`, `objective.length_adaptive_alpha`). PF-PPO (arXiv:2409.06957) weighs the
+policy loss of a sample by the rank of its reward among the samples of the prompt (`objective.filtration`).
+
+Left out: a KL penalty on the old policy instead of the clip, because the paper found it worse;
+InstructGPT's pretraining loss (PPO-ptx), because a batch holds only the policy's responses; and VAPO's
+likelihood of correct responses.
 """
 
 from rl.data.batch import Batch
 from rl.objectives.advantages.gae import gae
 from rl.objectives.returns import whiten
 from rl.phases.phases import Phases
-from rl.phases.policy_gradient import policy_loss, token_selection
+from rl.phases.policy_gradient import filtered, policy_loss, token_selection
 
 NEEDS = ("samples", "reward", "critic")
 DEFAULTS = {
@@ -44,6 +49,7 @@ def learn(phases: Phases, batch: Batch) -> None:
     config, goal = phases.config, phases.config.objective
     phases.log_probs(batch)
     phases.values(batch)
+    batch.extra |= filtered(batch, config)
     phases.apply_kl_penalty(batch)
     with phases.timed("adv"):
         lengths = batch.trajectory_lengths
@@ -55,6 +61,8 @@ def learn(phases: Phases, batch: Batch) -> None:
             batch.mask,
             gamma=goal.gamma,
             lam=goal.lam,
+            lam_critic=goal.lam_critic,
+            length_adaptive_alpha=goal.length_adaptive_alpha,
         )
         batch.advantages = whiten(advantages, batch.mask) if goal.whiten else advantages
     phases.update_critic(batch)

@@ -112,8 +112,10 @@ def check_advantages(batch: Batch, config: Config) -> None:
             pairs.append((sample, np.broadcast_to(value, int(sample.counted.sum()))))
             sizes.append(size)
     if "returns" in samples.extra:
-        for sample, own in pairs:
-            _compare(samples, sample, "returns", own + sample.tokens("old_values"), config)
+        lam = goal.lam if goal.lam_critic is None else goal.lam_critic
+        for sample, _ in pairs:
+            targets = np.asarray(_summed_errors(sample, goal, lam)) + sample.tokens("old_values")
+            _compare(samples, sample, "returns", targets, config)
     if estimator.function in WHITENED and (estimator.function != "gae" or goal.whiten):
         _check_whitened(samples, pairs, config)
     else:
@@ -302,12 +304,19 @@ def _gdpo(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
 
 
 def _gae(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:
-    found = []
+    alpha, found = goal.length_adaptive_alpha, []
     for sample in group:
-        rewards, values = sample.tokens("token_rewards"), sample.tokens("old_values")
-        errors = [r + goal.gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0])]
-        found.append(_to_go(errors, goal.gamma * goal.lam))
+        length = int(sample.counted.sum())
+        lam = max(1 - 1 / (alpha * length), 0.0) if alpha and length else goal.lam
+        found.append(_summed_errors(sample, goal, lam))
     return found
+
+
+def _summed_errors(sample: _Sample, goal: Objective, lam: float) -> list[float]:
+    """Return for each counted token the sum of the errors of the values from it on, weighted with lam."""
+    rewards, values = sample.tokens("token_rewards"), sample.tokens("old_values")
+    errors = [r + goal.gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0])]
+    return _to_go(errors, goal.gamma * lam)
 
 
 def _optimal_token_baseline(group: _Group, goal: Objective, groups: AllGroups) -> Advantages:

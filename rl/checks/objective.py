@@ -36,7 +36,7 @@ CLIPPED = {"cispo", "gspo", "ppo"}
 """Losses whose gradient beyond the clip range is known (`_factor`)."""
 OTHERWISE = {"dro", "fipo", "sapo", "vespo"}
 """Losses whose gradient depends on the ratio in another way."""
-OPTIONAL = ("loss_weights", "trajectory_tokens")
+OPTIONAL = ("loss_weights", "sample_weights", "trajectory_tokens")
 """Columns that change the loss if a batch has them."""
 LENGTHS = (3, 2, 4)
 """Number of tokens of each sample. The second and the last of all tokens are masked."""

@@ -66,7 +66,7 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
         if not values[key]:
             raise ConfigError(f"{key} is empty, but a run needs it: set it to {what}.")
     for key, accepted in ranges_of(Config).items():
-        if not accepted.accepts(values[key]):
+        if values[key] is not None and not accepted.accepts(values[key]):
             raise ConfigError(f"{key} is {values[key]}, but must be {accepted.words}.")
     check_names(config)
     check_contradictions(config)

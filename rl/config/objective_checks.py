@@ -23,6 +23,7 @@ def check_objective(config: Config) -> None:
     check_loss(config)
     check_own_functions(config)
     check_mismatch(config)
+    check_filtration(config)
     check_reward_kl(config)
     check_adaptive_entropy(config)
     check_correction(config)
@@ -117,6 +118,21 @@ def suits(algorithm: str, advantage: str) -> bool:
     needs, required = set(describe(algorithm).needs), needs_of(advantage)
     is_policy_gradient = "objective.advantage" in describe(algorithm).defaults
     return is_policy_gradient and required <= needs and needs & COSTLY <= required
+
+
+def check_filtration(config: Config) -> None:
+    """Raise ConfigError for a filtration without other samples of the prompt, and for a power without it."""
+    goal = config.objective
+    if goal.filtration not in ("none", "power") and config.rollout.samples_per_prompt == 1:
+        raise ConfigError(
+            f"objective.filtration={goal.filtration} compares the samples of a prompt, but "
+            "rollout.samples_per_prompt=1; set it to 2 or more, e.g. 5 as in the paper."
+        )
+    if goal.filtration != "power" and goal.filtration_power != Objective().filtration_power:
+        raise ConfigError(
+            f"objective.filtration_power={goal.filtration_power} has no effect with "
+            f"objective.filtration={goal.filtration}; leave it out, or set objective.filtration=power."
+        )
 
 
 def check_reward_kl(config: Config) -> None:

@@ -49,6 +49,8 @@ EXTRA: dict[str, Column] = {
     "selected_tokens": Column(True, in_loss=True),
     # Importance weight of each token's loss, for the mismatch between engine and trainer.
     "loss_weights": Column(True, in_loss=True),
+    # Weight of the sample in the policy loss, the same for all of its tokens (`objective.filtration`).
+    "sample_weights": Column(True, in_loss=True),
     # Sum of the squared probabilities over the vocabulary, for the advantage optimal_token_baseline.
     "sum_p_squared": Column(True),
     # For each token, the number of tokens of its trajectory that count in the loss. Filled only if a

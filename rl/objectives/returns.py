@@ -95,8 +95,10 @@ def tokens_after(counts: Tensor) -> Tensor:
     return ends - 1 - torch.arange(len(ends), device=counts.device)
 
 
-def reward_to_go(x: Tensor, counts: Tensor, discount: float) -> Tensor:
+def reward_to_go(x: Tensor, counts: Tensor, discount: float | Tensor) -> Tensor:
     """Return y_t = x_t + discount * y_{t+1} within each sample: float64 [T'] -> [T'].
+
+    discount: one number, or [T'] with one number for all tokens of a sample.
 
     The sums are computed by doubling: if y_t holds the first `reach` terms from t on, adding discount^reach *
     y_{t+reach} doubles the number of terms. This takes log2(longest response) passes over flat tensors
@@ -108,7 +110,8 @@ def reward_to_go(x: Tensor, counts: Tensor, discount: float) -> Tensor:
     y, reach = x.clone(), 1
     while reach < longest:
         # `where` is used instead of a product with 0, because NaN must not spread to the sample before.
-        y[:-reach] += torch.where(after[:-reach] >= reach, y[reach:], 0.0) * discount**reach
+        factor = discount[:-reach] if isinstance(discount, Tensor) else discount
+        y[:-reach] += torch.where(after[:-reach] >= reach, y[reach:], 0.0) * factor**reach
         reach *= 2
     return y
 

@@ -23,6 +23,7 @@ from rl.config.terms import AdaptiveEntropy
 from rl.data.batch import Batch
 from rl.objectives import top_entropy
 from rl.objectives.aggregate import aggregate
+from rl.objectives.filtration import sample_weights
 from rl.objectives.kl import kl
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.segments import expand
@@ -47,6 +48,17 @@ def advantages(batch: Batch, config: Config) -> Tensor:
     except ValueError as error:
         raise ConfigError(f"objective.advantage={config.objective.advantage}: {error}") from error
     return result if "lengths" in estimator.columns else expand(result, samples.lengths)
+
+
+def filtered(batch: Batch, config: Config) -> dict[str, Tensor]:
+    """Return the column `sample_weights` of `objective.filtration`, [T]; no column if it is none.
+
+    A trajectory of several rows is one sample.
+    """
+    if config.objective.filtration == "none":
+        return {}
+    weights = sample_weights(**arguments(sample_weights, batch.merge_rows(), config))
+    return {"sample_weights": expand(batch.of_trajectories(weights), batch.lengths)}
 
 
 def policy_loss(config: Config) -> Loss:
@@ -132,6 +144,8 @@ def _policy_loss(
     assert formula is not None, "policy_loss checks it"
     if "loss_weights" in micro.columns and "loss_weights" not in formula.columns:
         losses = losses * micro.columns["loss_weights"]
+    if "sample_weights" in micro.columns:
+        losses = losses * micro.columns["sample_weights"]
     if goal.top_entropy < 1:
         losses = losses * micro.column("selected_tokens")
     if goal.off_policy_mask:

@@ -218,9 +218,9 @@ def mean_of_the_advantages_with_padding(bug: Bug, whiten, advantages, mask):
     ADVANTAGES, r"CheckFailed: advantage check: sample \d+ .* in the column returns at its counted token"
 )
 @replaces("rl.algorithms.ppo.gae")
-def lambda_of_gae_ignored(bug: Bug, gae, *columns, gamma, lam):
+def lambda_of_gae_ignored(bug: Bug, gae, *columns, lam, **options):
     """Generalised advantages were computed with a default in place of the configured lambda."""
-    return gae(*columns, gamma=gamma, lam=0.95)
+    return gae(*columns, lam=0.95, **options)
 
 
 @exhibit("verl-project/verl#6497", overrides=("objective.advantage=gdpo", "training.tp=2"), ranks=2)

@@ -54,6 +54,9 @@ KL_ESTIMATORS = {
 }
 """actor.kl_loss_type without "+", or algorithm.kl_penalty -> estimator."""
 
+FILTRATIONS = {"pow": "power", "max_min": "best-worst", "max_random": "best-random"}
+"""algorithm.pf_ppo.reweight_method -> objective.filtration."""
+
 REPLAY = {"disabled": "none", "R2": "old_policy", "R3": "engine"}
 """actor.router_replay.mode -> training.router_replay."""
 
@@ -141,9 +144,6 @@ REFUSED = {
     r"reward_manager\.module\.path$|reward_loop_module_path$": (
         "a reward manager of your own has to be written again as a reward function (docs/extending.md)."
     ),
-    r"^algorithm\.use_pf_ppo$": (
-        "PF-PPO draws the samples of an update again by their rewards, which no selection here does."
-    ),
     r"over_sample_rate$": "a step waits for all of its samples; see rollout.carry_over.",
     r"rollout\.ignore_eos$": "a response ends at its end token; the setting must be False.",
     r"\.lora\.dropout$": "adapters have no dropout; the setting must be 0.",
@@ -226,6 +226,7 @@ NOT_NEEDED = {
     r"^(actor_rollout_ref\.actor\.)?(veomni|automodel)\.": "Megatron replaces FSDP",
     r"(^|actor\.)engine\.": "Megatron replaces the engine",
     r"^trainer\.seed$": "see run.seed",
+    r"^algorithm\.(use_pf_ppo|pf_ppo\.)": "verl reads it with adv_estimator=gae and use_pf_ppo=True only",
     r"^reward_model\.reward_kwargs\.": "the punishment to which it belongs is off",
     r"megatron\.(dtype|seed|use_megatron_fsdp)$|model\.torch_dtype$|master_weights|store_param_remainders": (
         "weights are model.dtype, and master weights and gradient sums float32"
@@ -272,7 +273,7 @@ MISSING = {
     r"rollout_correction\.rollout_(is|rs)": "rollout_correction.bypass neither weighs nor rejects",
     r"mtp": "see training.mtp.head_lr and rollout.draft.method",
     r"sandbox_fusion": "rl.rewards.code runs programs in its own sandbox on the nodes",
-    r"(over_sample_rate|pf_ppo)": "see rollout.carry_over",
+    r"over_sample_rate": "see rollout.carry_over",
     r"data\.(sampler|custom_cls|datagen)": "belongs to a class that is not used",
     r"distillation_loss\.(loss_max_clamp|log_prob_min_clamp)": "divergences are not clamped",
     r"gdpo_reward_keys": "gdpo reads every term that the reward function returns",

@@ -3,7 +3,7 @@
 from math import log
 from typing import Any
 
-from tools.verl.keys import AGGREGATIONS, ALGORITHMS, KL_ESTIMATORS, LOSSES, WEIGHTS
+from tools.verl.keys import AGGREGATIONS, ALGORITHMS, FILTRATIONS, KL_ESTIMATORS, LOSSES, WEIGHTS
 from tools.verl.script import VerlSettings
 
 NO_RATIO = ("gmpo", "dppo-kl")
@@ -95,9 +95,24 @@ def objective(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
         }
         if ours["critic.path"] == get("actor_rollout_ref.model.path"):
             ours["critic.path"] = ""
+    if algorithm == "ppo" and get("algorithm.use_pf_ppo", False):
+        ours |= filtration(settings, notes)
     if advantage in (None, "grpo") and algorithm == "grpo":
         ours["objective.normalize_by_std"] = get("algorithm.norm_adv_by_std_in_grpo", True)
     return ours | kl_terms(settings, algorithm, notes) | correction(settings)
+
+
+def filtration(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
+    """Translate PF-PPO."""
+    method = pick(settings, "algorithm.pf_ppo.reweight_method", "pow", FILTRATIONS)
+    ranks = "; a rank is among the samples of a prompt, in verl of the batch" * (method != "power")
+    notes.append(
+        f"objective.filtration={method}: the policy loss of a sample is weighted as often as verl expects to "
+        f"draw it again, and the critic learns from all samples{ranks}."
+    )
+    ours = {"objective.filtration": method}
+    power = settings.get("algorithm.pf_ppo.weight_pow", 2.0)
+    return ours | ({"objective.filtration_power": power} if method == "power" else {})
 
 
 def clip_range(settings: VerlSettings, notes: list[str]) -> tuple[float, float]:

@@ -105,6 +105,8 @@ for advantage, keys in {
 }.items():
     ADVANTAGE_CASES[advantage] += keys
 ADVANTAGE_CASES["gae-unwhitened"] = [*ADVANTAGE_CASES["gae"], "objective.whiten=false"]
+vapo = ["objective.lam_critic=1", "objective.length_adaptive_alpha=0.3", "objective.filtration=best-worst"]
+ADVANTAGE_CASES["gae-vapo"] = [*ADVANTAGE_CASES["gae"], *vapo, "rollout.samples_per_prompt=4"]
 ADVANTAGE_CASES["dapo"] = ["algorithm=dapo", "data.prompts_per_step=11"]  # two rounds or more
 
 

@@ -70,7 +70,9 @@ def example(config, seed: int) -> Batch:
     KlPenalty(config).apply(batch, 1)
     goal = config.objective
     if goal.advantage == "gae":
-        options = dict(gamma=goal.gamma, lam=goal.lam)
+        options = {
+            name: getattr(goal, name) for name in ("gamma", "lam", "lam_critic", "length_adaptive_alpha")
+        }
         found, batch.extra["returns"] = gae(
             batch.token_rewards, batch.extra["old_values"], lengths, batch.mask, **options
         )
@@ -86,7 +88,11 @@ def example(config, seed: int) -> Batch:
 OPTIONS = {
     "grpo": ["normalize_by_std=false"],
     "grpo-passk": ["normalize_by_std=false"],
-    "gae": ["whiten=false", "lam=0.9 gamma=0.95"],
+    "gae": [
+        "whiten=false",
+        "lam=0.9 gamma=0.95",
+        "lam=0.9 lam_critic=1 length_adaptive_alpha=0.3 whiten=false",
+    ],
     "reinforce++": ["gamma=0.9", "reward_kl.estimator=k3"],
     "turn-return": ["turn_gamma=-0.5"],
     "turn-spread": ["turn_gamma=0.5"],

@@ -162,6 +162,16 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
         (["algorithm=prime", "implicit_reward.min_accuracy=0.9"], "no prompt would be left"),
         (["objective.gamma=0.9"], "; leave it out, or set objective.advantage=gae, prime or reinforce++"),
         (
+            ["algorithm=ppo", "objective.filtration=best-worst"],
+            "filtration=best-worst compares the samples of a prompt, but rollout.samples_per_prompt=1",
+        ),
+        (
+            ["algorithm=ppo", "objective.filtration_power=3"],
+            "objective.filtration_power=3.0 has no effect with objective.filtration=none; leave it out",
+        ),
+        (["objective.filtration=best"], "leave it out, or set objective.advantage=gae"),
+        (["algorithm=ppo", "objective.lam_critic=1.5"], "lam_critic is 1.5, but must be from 0 to 1"),
+        (
             ["objective.dro_beta=0.3"],
             "has no effect with objective.loss=ppo; leave it out, or set objective.loss=dro",
         ),

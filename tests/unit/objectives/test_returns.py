@@ -82,6 +82,7 @@ ESTIMATORS = {
     "returns": lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=0.9),
     "returns_undiscounted": lambda b: returns(*cols(b, "rewards", *SEGMENTS), gamma=1.0),
     "gae_advantages": lambda b: gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.95, lam=0.8)[0],
+    "gae_vapo": lambda b: gae(*cols(b, "rewards", "values", *SEGMENTS), **VAPO)[0],
     "gae_returns": lambda b: gae(*cols(b, "rewards", "values", *SEGMENTS), gamma=0.95, lam=0.8)[1],
     "whiten": lambda b: whiten(b["rewards"], b["mask"]),
     "whiten_keep_mean": lambda b: whiten(b["rewards"], b["mask"], shift_mean=False, eps=0.3),
@@ -92,6 +93,7 @@ ESTIMATORS = {
     "otb_with_tail": lambda b: otb(b, zero_tail=False),
     "prime": lambda b: prime(*cols(b, "rewards", "scores", "groups", *SEGMENTS), **PRIME),
 }
+VAPO = dict(gamma=0.95, lam=1.0, length_adaptive_alpha=0.3)
 PRIME = dict(process_coef=5.0, outcome_coef=3.0, gamma=0.97)
 REFERENCES = {
     "place_at_end": ref_place_at_end,
@@ -294,6 +296,18 @@ def test_gae_hand_numbers_with_a_masked_token_between():
     # Last: 1 - 0.25 = 0.75. First: delta 0 + 0.5 * 0.25 - 0.5 = -0.375, plus 0.25 * 0.75.
     assert advantages.tolist() == [-0.1875, 0.0, 0.75]
     assert targets.tolist() == [0.3125, 0.0, 1.0]
+
+
+def test_gae_of_vapo_by_hand():
+    """A response of two tokens has lam = 1 - 1 / (1 * 2) = 0.5, one of a single token has lam = 0."""
+    rewards, values = torch.tensor([0.0, 1.0, 3.0]), torch.tensor([0.5, 0.25, 1.0])
+    columns = rewards, values, torch.tensor([2, 1]), torch.ones(3)
+    advantages, targets = gae(*columns, gamma=1.0, lam=0.9, lam_critic=1.0, length_adaptive_alpha=1.0)
+    # Errors: -0.25 and 0.75. Advantages: -0.25 + 0.5 * 0.75 and 0.75. Targets: the whole rewards.
+    assert advantages.tolist() == [0.125, 0.75, 2.0]
+    assert targets.tolist() == [1.0, 1.0, 3.0]
+    only_critic = gae(*columns, gamma=1.0, lam=0.0, lam_critic=1.0)
+    assert [column.tolist() for column in only_critic] == [[-0.25, 0.75, 2.0], [1.0, 1.0, 3.0]]
 
 
 def test_gae_with_lambda_1_is_returns_minus_values():

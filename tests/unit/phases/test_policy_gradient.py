@@ -19,7 +19,7 @@ from rl.objectives.losses import clip_cov, kl_cov
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.top_entropy import select_tokens
 from rl.phases.correction import reject, weigh, weights_of
-from rl.phases.policy_gradient import policy_loss, token_selection, with_entropy_bonus
+from rl.phases.policy_gradient import filtered, policy_loss, token_selection, with_entropy_bonus
 from rl.phases.reward_shaping import KlPenalty
 from rl.training.loss import Totals
 from rl.training.packing import pack
@@ -468,3 +468,15 @@ def test_weights_of_all_tokens_have_the_sum_of_the_aggregation(name, aggregation
     advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
     total = ObjectivePoint(policy_loss(config), config, advantages=advantages).slope.abs().sum()
     assert float(total) == pytest.approx(total_weight(config), rel=1e-4)
+
+
+def test_a_filtered_sample_is_weighted_in_the_loss():
+    config, totals = config_of(advantage="gae", filtration="best-worst"), TOTALS
+    columns = filtered(example(), config)
+    plain, weighted = micro_batch(), micro_batch(**columns)
+    for micro in (plain, weighted):
+        policy_loss(config)(micro, totals)[0].backward()
+    expected = plain.outputs["logprobs"].grad * columns["sample_weights"]
+    torch.testing.assert_close(weighted.outputs["logprobs"].grad, expected)
+    assert expected.count_nonzero() < plain.outputs["logprobs"].grad.count_nonzero()
+    assert filtered(example(), config_of(advantage="gae")) == {}

@@ -266,6 +266,13 @@ def test_what_verl_ignores_or_chooses_is_translated(tmp_path, capsys):
     assert (config.objective.clip_low, config.objective.clip_high) == (0.4, 0.2)
     assert (config.validation.samples_per_prompt, config.validation.temperature) == (4, 0.6)
     assert "do_sample=False has no effect in verl" in notes
+    filtering = "algorithm.adv_estimator=gae", "+algorithm.use_pf_ppo=True", "actor_rollout_ref.rollout.n=5"
+    config, notes = translated(*filtering, "+algorithm.pf_ppo.weight_pow=3.0")
+    assert (config.objective.filtration, config.objective.filtration_power) == ("power", 3.0)
+    config, notes = translated(*filtering, "+algorithm.pf_ppo.reweight_method=max_min")
+    assert config.objective.filtration == "best-worst" and "in verl of the batch" in notes
+    config, notes = translated("+algorithm.use_pf_ppo=True")
+    assert "verl reads it with adv_estimator=gae" in notes
     config, _ = translated("actor_rollout_ref.model.lora.rank=8", f"{actor}.megatron.param_offload=True")
     assert config.adapter.alpha == 32.0
     config, _ = translated("actor_rollout_ref.model.lora_rank=8")
