@@ -18,17 +18,22 @@ log = logging.getLogger(__name__)
 
 ROOT = "LOCKSTEP_CACHE"
 """Environment variable that names the directory; slurm/job.sh sets it."""
-INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
-"""Environment variable with a predictable default, for example /tmp/torchinductor_alice."""
+PREDICTABLE = ""
+"""Default of a cache whose own default is predictable, for example /tmp/torchinductor_alice."""
 CACHES = {
-    INDUCTOR: ("inductor", ""),
+    "TORCHINDUCTOR_CACHE_DIR": ("inductor", PREDICTABLE),
+    "CUTE_DSL_CACHE_DIR": ("cute", PREDICTABLE),
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": ("flash-attention", PREDICTABLE),
+    "QUACK_CACHE_DIR": ("quack", PREDICTABLE),
     "XDG_CACHE_HOME": ("", "~/.cache"),
     "TRITON_CACHE_DIR": ("triton", "~/.triton/cache"),
     "VLLM_CACHE_ROOT": ("vllm", "{XDG_CACHE_HOME}/vllm"),
     "FLASHINFER_WORKSPACE_BASE": ("flashinfer", "~"),
     "TORCH_EXTENSIONS_DIR": ("extensions", "{XDG_CACHE_HOME}/torch_extensions"),
     "CUDA_CACHE_PATH": ("cuda", "~/.nv/ComputeCache"),
-    "QUACK_CACHE_DIR": ("quack", "{XDG_CACHE_HOME}/quack"),
+    "TVM_FFI_CACHE_DIR": ("tvm", "~/.cache/tvm-ffi"),
+    "TILELANG_CACHE_DIR": ("tilelang", "~/.tilelang/cache"),
+    "HUMMING_CACHE_DIR": ("humming", "~/.humming/cache"),
 }
 """Environment variables that name caches, each with its folder in LOCKSTEP_CACHE and with its default.
 
@@ -49,7 +54,7 @@ def use_private_caches(environ: MutableMapping[str, str] = os.environ) -> None:
         )
     root = environ.get(ROOT) or os.path.join(temporary, f"lockstep-cache-{os.geteuid()}")
     for name, (folder, default) in CACHES.items():
-        if folder and (environ.get(ROOT) or not default):
+        if folder and (environ.get(ROOT) or default == PREDICTABLE):
             environ.setdefault(name, f"{root}/{folder}")
     fresh = ""
     known: dict[str, str] = {}
