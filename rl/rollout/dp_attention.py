@@ -7,10 +7,9 @@ outputs of its experts, and sends the outputs back. The replicas must therefore 
 together. They agree on whether one of them has requests. A replica without requests then takes a dummy step,
 and its event log counts the step. A replica that has finished takes dummy steps until all have finished.
 
-The agreement is one step ahead: its message travels while the GPU computes the step before. A replica that
-gets its first requests while no other has any therefore waits for one agreement. vLLM's own message, with the
-tokens of each replica, is sent when a step is scheduled; with `rollout.async_scheduling` the GPU then still
-computes the step before.
+Before a forward pass vLLM sends a message with the tokens of each replica. The agreement on the next step
+travels in it. With `rollout.async_scheduling` the GPU then still computes the step before. Only if no replica
+takes a step, the agreement is a message of its own.
 """
 
 import functools
@@ -43,14 +42,18 @@ class DataParallelAttention(ExpertParallel):
         replicas = engine.placement.ep // engine.tp
         # The experts' memory of a step grows with the tokens of all replicas.
         tokens = max(BATCHED_TOKENS // replicas, engine.config.max_concurrent_samples)
-        return super().options(engine) | dict(data_parallel_size=replicas, max_num_batched_tokens=tokens)
+        return super().options(engine) | dict(
+            data_parallel_size=replicas,
+            max_num_batched_tokens=tokens,
+            disable_nccl_for_dp_synchronization=True,  # a message on the CPU waits for no kernel
+        )
 
     def built(self, engine: "RolloutEngine") -> None:
         from vllm.distributed.parallel_state import get_dp_group
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         super().built(engine)
-        self._group = get_dp_group().cpu_group
+        self._message, self._group = _message(), get_dp_group().cpu_group
         self._computes_empty_steps = isinstance(engine.runner, GPUModelRunner)
         """Whether vLLM's runner computes a dummy token if no request has a token to compute, as vLLM's older
         runner does. Requests have none if all end with the tokens of the step in flight."""
@@ -58,37 +61,21 @@ class DataParallelAttention(ExpertParallel):
         core.engine_core.post_step = self._after_step(core.engine_core)
 
     def begin(self, engine: "RolloutEngine") -> None:
-        self._send(steps=False, goes_on=True)
+        self._message.sums = [0, 1]
 
     def step_together(self, engine: "RolloutEngine", steps: bool) -> bool:
-        num_steps, _ = self._receive()
-        self._send(steps=steps, goes_on=True)
-        return num_steps > 0
+        self._message.counts = [int(steps), 1]
+        if not self._message.sums[0]:
+            self._message.all_reduce(torch.zeros(0, dtype=torch.int32), group=self._group)
+        return self._message.sums[0] > 0
 
     def end(self, engine: "RolloutEngine") -> None:
-        while True:
-            num_steps, num_going_on = self._receive()
-            if num_going_on:
-                self._send(steps=False, goes_on=False)
-            if num_steps:
+        self._message.counts = [0, 0]
+        while self._message.sums[1]:
+            if self._message.sums[0]:
                 engine.dummy_step()
-            if not num_going_on:
-                return
-
-    def _send(self, *, steps: bool, goes_on: bool) -> None:
-        """Begin an agreement. Collective over the replicas' ranks, as `_receive`.
-
-        steps: whether this replica has requests to compute. goes_on: whether it may get others.
-        """
-        self._counts = torch.tensor([int(steps), int(goes_on)])
-        self._agreement = dist.all_reduce(self._counts, group=self._group, async_op=True)
-
-    def _receive(self) -> tuple[int, int]:
-        """Return how many ranks said `steps`, and how many `goes_on`."""
-        assert self._agreement is not None
-        self._agreement.wait()
-        num_steps, num_going_on = self._counts.tolist()
-        return num_steps, num_going_on
+            else:
+                self._message.all_reduce(torch.zeros(0, dtype=torch.int32), group=self._group)
 
     def _after_step(self, core: "EngineCore") -> Callable[[bool], None]:
         """Return the function that vLLM calls after a step, with whether the model computed tokens."""
@@ -101,6 +88,38 @@ class DataParallelAttention(ExpertParallel):
                 core.execute_dummy_batch()
 
         return post_step
+
+
+class StepMessage:
+    """vLLM's message before a forward pass, with two counts of the agreement on the next step behind it.
+
+    It takes the place of torch.distributed in the modules of vLLM that send the message. A step that sends
+    several, such as one for draft tokens, sends the same counts again.
+    """
+
+    counts = [0, 0]
+    """1 if this replica has requests to compute; 1 if it may get others."""
+    sums = [0, 0]
+    """Sums of the last message's counts over the replicas, known to all of them."""
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Sum a tensor on the CPU, int32, and the counts over the group. Collective over it."""
+        message = torch.cat([tensor.flatten(), torch.tensor(self.counts, dtype=tensor.dtype)])
+        dist.all_reduce(message, group=group)
+        tensor.copy_(message[:-2].view_as(tensor))
+        self.sums = message[-2:].tolist()
+
+
+@functools.cache
+def _message() -> StepMessage:
+    """Return the message of all engines of this process, which vLLM's two runners send from now on."""
+    from vllm.v1.worker import dp_utils
+    from vllm.v1.worker.gpu import dp_utils as newer
+
+    message = StepMessage()
+    for module in (dp_utils, newer):
+        replace_attribute(module, "dist", message)
+    return message
 
 
 @functools.cache

@@ -166,7 +166,11 @@ class Pair:
         if kind == "preempt":
             taken = pool.get_new_blocks(9)  # the others do not suffice for all requests
         script, records = Script(requests, events), iter(range(10**9))
-        with patch.object(rollout_engine, "INTERVAL", 1), _empty_steps(engine, computed=number % 2 == 0):
+        with (
+            patch.object(rollout_engine, "INTERVAL", 1),
+            _empty_steps(engine, computed=number % 2 == 0),
+            _one_message_per_pass(engine),
+        ):
             is_complete = engine.run(
                 script if engine.leads else None,
                 sampling,
@@ -198,6 +202,21 @@ def _empty_steps(engine: RolloutEngine, *, computed: bool) -> Iterator[None]:
         together._computes_empty_steps = False
         yield
         together._computes_empty_steps = True
+
+
+@contextmanager
+def _one_message_per_pass(engine: RolloutEngine) -> Iterator[None]:
+    """Compare the messages between replicas that share experts with the forward passes of this rank."""
+    if not isinstance(engine.parts[-1], DataParallelAttention):
+        yield
+        return
+    backend = engine.parts[-1]._group._get_backend(torch.device("cpu"))
+    name, before = "_determine_batch_execution_and_padding", backend._get_sequence_number_for_group()
+    with patch.object(engine.runner, name, side_effect=getattr(engine.runner, name)) as passes:
+        yield
+    messages = backend._get_sequence_number_for_group() - before
+    # Others: before the first pass, and after the last one, where a replica may end later than another.
+    assert 0 < messages <= passes.call_count + 4, (messages, passes.call_count)
 
 
 def main(checkpoint: str, tp: str, generations: str, ep: str = "1") -> None:
