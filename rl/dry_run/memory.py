@@ -363,13 +363,7 @@ def estimate_memory(
 
 def num_communicators(config: Config, layout: Layout, models: Mapping[str, ModelShape]) -> int:
     """Return the number of NCCL communicators of a rank: a training step's, and those of vLLM's groups."""
-    on_grid = [model for model in models.values() if model.run.on_training_grid]
-    trained = num_step_groups(
-        layout.world_size,
-        **dict(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=layout.etp),
-        has_experts=any(model.num_experts for model in on_grid),
-        ties_embedding=any(is_tied(model.hf) for model in on_grid),
-    )
+    trained = num_training_groups(config, layout, models)
     if not needs_engine(config):
         return trained
     sizes = [layout.rollout_tp]
@@ -377,6 +371,18 @@ def num_communicators(config: Config, layout: Layout, models: Mapping[str, Model
         sizes += [max(layout.rollout_tp, layout.rollout_ep), layout.rollout_sharing]
     served = sum(size > 1 for size in sizes)
     return max(trained, 1 + served) if layout.is_split else trained + served
+
+
+def num_training_groups(config: Config, layout: Layout, models: Mapping[str, ModelShape]) -> int:
+    """Return the number of groups of several ranks on which a rank communicates in a training step."""
+    on_grid = [model for model in models.values() if model.run.on_training_grid]
+    # The ranks of a copy take the place of a tensor parallel group; a class holds rows of its experts.
+    return num_step_groups(
+        layout.world_size,
+        **dict(tp=layout.tp * layout.shard, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=layout.etp),
+        has_experts=not is_on(config, CLASS) and any(model.num_experts for model in on_grid),
+        ties_embedding=any(is_tied(model.hf) for model in on_grid),
+    )
 
 
 def linear_parts(model: ModelShape) -> list[CountedWeight]:

@@ -136,7 +136,8 @@ def make_grid(config: Config, inputs: Inputs, device: Device) -> Grid:
     grid = build_grid(
         tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=etp, vpp=layout.vpp, seed=config.run.seed
     )
-    has_experts = copies is not None or any(map(num_experts, models))
-    warm_up(device, grid.step_groups(has_experts=has_experts, ties_embedding=any(map(is_tied, models))))
+    has_experts = copies is None and any(map(num_experts, models))
+    used = grid if copies is None else grid.with_shards()
+    warm_up(device, used.step_groups(has_experts=has_experts, ties_embedding=any(map(is_tied, models))))
     start_up.mark("groups")
     return grid

@@ -22,8 +22,8 @@ PROGRAM = """
     import torch.distributed as dist
 
     import rl.run.loop as loop
-    from rl.models.placement import num_step_groups
-    from rl.models.sizes import is_tied, num_experts
+    from rl.dry_run.memory import layout_of, num_training_groups
+    from rl.dry_run.shape import models_of
     from rl.run import set_up
     from rl.runtime.group_warm_up import groups_here, warm_up
 
@@ -43,17 +43,12 @@ PROGRAM = """
 
     def run_and_count(config, inputs, *others):
         code = run(config, inputs, *others)
-        after, training = calls(), config.training
+        after = calls()
         used = [group.size() > 1 and after[group] > calls for group, calls in before.items()]
         found["used"] = [number for number, is_used in enumerate(used) if is_used]
         found["names"] = [group.group_desc for group in before]
-        models = [files.hf for files in inputs.models.values()]
-        found["counted"] = num_step_groups(
-            dist.get_world_size(),
-            **dict(tp=training.tp, pp=training.pp, cp=training.cp, ep=training.ep, etp=training.expert_tp),
-            has_experts=any(map(num_experts, models)),
-            ties_embedding=any(map(is_tied, models)),
-        )
+        layout = layout_of(config, dist.get_world_size(), dist.get_world_size())
+        found["counted"] = num_training_groups(config, layout, models_of(config)[0])
         print(json.dumps(found), flush=True)
         return code
 
@@ -70,12 +65,14 @@ LAYOUTS = {
     ),
     "tp, ep, dp": (*EXPERTS, "training.tp=2", "training.ep=2", "rollout.tp=2"),
     "tp, cp, ep": (*EXPERTS, "training.tp=2", "training.cp=2", "training.ep=2", "rollout.tp=2"),
+    "copies on two ranks": ("training.backend=transformers", "training.shard=2"),
+    "copies on four ranks, experts": (*EXPERTS, "training.backend=transformers"),
     "tp, pp, vpp, ep, critic": (
         *EXPERTS,
         *("training.tp=2", "training.pp=2", "training.vpp=2", "training.ep=2", "algorithm=ppo"),
     ),
 }
-IN_SUITE = ("tp, cp, ep", "tp, pp, vpp, ep, critic")
+IN_SUITE = ("copies on two ranks", "tp, cp, ep", "tp, pp, vpp, ep, critic")
 
 
 @pytest.mark.parametrize(
