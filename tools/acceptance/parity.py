@@ -93,7 +93,7 @@ class _Case:
 
         self.task, self.device, self.name = task, device, name
         self.dtype_name, self.dtype = dtype, getattr(torch, dtype)
-        self.path = str(task.out / "models" / name)
+        self.path = str(task.out / "models" / task.findings.path.stem / name)
         if dist.get_rank() == 0:
             with without_kernels():  # of a reference on the CPU
                 save_tiny(ARCHITECTURES[name], Path(self.path), seed=0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import yaml
 
 from rl.run_directory.metric_log import FILE_NAME, read_records
+from tools.acceptance.features import TASKS
 from tools.acceptance.worker import ROOT, StageTask
 from tools.records import comparable
 
@@ -41,10 +42,8 @@ def train(
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     program = ["train_rl.py", "--config", str(file), f"run.dir={directory}", *overrides]
     command = [sys.executable, *(launcher if ranks > 1 else ()), *program]
-    code = subprocess.run(
-        command, cwd=ROOT, env=os.environ | (DETERMINISTIC if deterministic else {})
-    ).returncode
-    if code:
+    environment = os.environ | (DETERMINISTIC if deterministic else {})
+    if code := subprocess.run(command, cwd=ROOT, env=environment).returncode:
         status = directory / "status.json"
         found = json.loads(status.read_text()) if status.exists() else {}
         reason = found["reason"] if found.get("state") == "failed" else "see the stage's log"
@@ -52,13 +51,17 @@ def train(
     return read_records(directory / FILE_NAME)
 
 
-def _toy(task: StageTask) -> tuple[str, ...]:
-    """Return overrides with the toy's data, which is made once, and the dtype of this device."""
+def toy_data(task: StageTask) -> tuple[str, ...]:
+    """Return overrides with the toy's data, which the first stage makes, and the dtype of this device."""
     from tools.make_toy import make_toy
 
     toy = task.out / "toy"
-    if not (toy / "model" / "config.json").exists():
-        make_toy(toy)
+    if not toy.exists():
+        partial = make_toy(f"{toy}-{os.getpid()}")
+        try:
+            partial.rename(toy)
+        except OSError:  # another stage was faster
+            shutil.rmtree(partial)
     return (
         f"data.train=[{toy}/train.parquet]",
         f"model.dtype={task.size('bfloat16', 'float32')}",
@@ -66,23 +69,9 @@ def _toy(task: StageTask) -> tuple[str, ...]:
     )
 
 
-def feature(task: StageTask, *, name: str) -> None:
-    """Run two steps of a tiny model with one feature; the program's checks end a run that is wrong."""
-    import torch
-
-    from tools import bounds
-    from tools.acceptance.features import FEATURES, TASKS
-    from tools.make_image_toy import make_image_toy
-    from tools.tiny_models import SIZES, save_tiny
-
-    wanted = FEATURES[name]
-    directory = task.out / "features" / name
-    shutil.rmtree(directory, ignore_errors=True)
-    model, teacher = (
-        save_tiny(wanted.architecture, directory / kind, seed=seed, **wanted.sizes)
-        for seed, kind in enumerate(("model", "teacher"))
-    )
-    config = dict(
+def short_run(name: str, model: str) -> dict:
+    """Return the config of two steps of a tiny model, which compare every element after each refit."""
+    return dict(
         algorithm="grpo",
         run=dict(name=name, max_steps=2),
         model=dict(path=model),
@@ -100,12 +89,31 @@ def feature(task: StageTask, *, name: str) -> None:
         refit=dict(check_every=1),
         validation=dict(every=0),
     )
-    overrides = [override.format(teacher=teacher) for override in wanted.overrides]
-    overrides += task.size((), wanted.on_two)
+
+
+def feature(task: StageTask, *, name: str) -> None:
+    """Run two steps of a tiny model with one feature; the program's checks end a run that is wrong."""
+    import torch
+
+    from tools import bounds
+    from tools.acceptance.features import FEATURES
+    from tools.make_image_toy import make_image_toy
+    from tools.tiny_models import SIZES, save_tiny
+
+    wanted = FEATURES[name]
+    directory = task.out / "features" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    model, teacher = (
+        save_tiny(wanted.architecture, directory / kind, seed=seed, **wanted.sizes)
+        for seed, kind in enumerate(("model", "teacher"))
+    )
+    overrides = [override.format(teacher=teacher) for override in wanted.overrides.split()]
+    overrides += task.size("", wanted.on_two).split()
     ranks = task.size(wanted.ranks, min(wanted.ranks, 2))
     if wanted.has_images:
         overrides.append(f"data.train=[{make_image_toy(directory / 'images', rows=64)}/train.parquet]")
-    records = train(task, f"features/{name}/run", config, *_toy(task), *overrides, ranks=ranks)
+    overrides = [*toy_data(task), *overrides]
+    records = train(task, f"features/{name}/run", short_run(name, model), *overrides, ranks=ranks)
     task.findings.check("every step", len(records) == 2, "weights, log-probs, tokens and ranks were compared")
     dtype, width = task.size((torch.bfloat16, 1), (torch.float32, SIZES["hidden_size"]))
     hf = json.loads(Path(model, "config.json").read_text())
@@ -125,7 +133,7 @@ def feature(task: StageTask, *, name: str) -> None:
 
 def learning(task: StageTask) -> None:
     """Train the quickstart: a supervised warm-up, then GRPO to 0.9 held-out accuracy."""
-    data = _toy(task)
+    data = toy_data(task)
     for name in ("sft", "grpo"):
         shutil.rmtree(task.out / name, ignore_errors=True)
     short = task.size((), ("run.max_steps=2", "data.prompts_per_step=32"))
@@ -155,7 +163,7 @@ def resume(task: StageTask, *, ranks: int = 1) -> None:
 
     ranks: with several, the trainer has two tensor parallel ranks.
     """
-    data, ranks = _toy(task), task.size(ranks, min(ranks, 2))
+    data, ranks = toy_data(task), task.size(ranks, min(ranks, 2))
     first, second = ("straight", "stopped") if ranks == 1 else ("straight-8", "stopped-8")
     overrides = (
         f"model.path={task.out}/toy/model",
@@ -249,8 +257,6 @@ def _forecast(task: StageTask, measured: dict, ranks: int) -> None:
     for phase, seconds in predicted.seconds.items():
         text = f"{seconds:.1f} s predicted"
         task.findings.note(phase, measured.get(f"timing_s/{phase}", 0.0), unit="s", text=text)
-    total, used = (
-        predicted.memory.peak("training")[0] / GIB,
-        measured.get("perf/max_memory_allocated_gb", 0.0),
-    )
-    task.findings.note("memory in training", used, unit="GiB", text=f"{total:.1f} GiB predicted with NCCL")
+    text = f"{predicted.memory.peak('training')[0] / GIB:.1f} GiB predicted with NCCL"
+    used = measured.get("perf/max_memory_allocated_gb", 0.0)
+    task.findings.note("memory in training", used, unit="GiB", text=text)

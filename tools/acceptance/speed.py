@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from rl.runtime.device import Device
     from rl.training.packing import MicroBatch
 
-SHAPE: dict[str, Any] = dict(
-    vocab_size=151936,
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_hidden_layers=28,
-    num_attention_heads=12,
-    num_key_value_heads=2,
-    max_position_embeddings=32768,
-)
 TINY: dict[str, Any] = dict(
     vocab_size=512,
     hidden_size=128,
@@ -38,6 +29,7 @@ TINY: dict[str, Any] = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=1024,
+    tie_word_embeddings=True,
 )
 GIB = 1 << 30
 REFIT_SECONDS = 0.2
@@ -52,21 +44,20 @@ GIVEN_BACK = 0.9
 """Target for the share of the predicted memory that sleep and offload give back."""
 
 
-def checkpoint(task: StageTask, *, shape: str = "") -> Path:
+def checkpoint(task: StageTask, *, shape: str = "qwen2.5-1.5b") -> Path:
     """Return the directory of the random model, which is made if it does not exist.
 
-    shape: a folder of configs/models with the model's sizes; the default is SHAPE. A rehearsal uses TINY.
+    shape: a folder of configs/models with the model's sizes. A rehearsal uses TINY.
     """
     import torch
     import transformers
 
     from tools.make_toy import build_tokenizer
 
-    directory = task.out / "models" / task.size(shape or "speed", "speed-rehearsal")
+    directory = task.out / "models" / task.size(shape, "speed-rehearsal")
     if not (directory / "config.json").exists():
-        sizes: dict[str, Any] = dict(task.size(SHAPE, TINY), tie_word_embeddings=True)
-        if shape and not task.is_rehearsal:
-            sizes = json.loads((ROOT / "configs" / "models" / shape / "config.json").read_text())
+        published = json.loads((ROOT / "configs" / "models" / shape / "config.json").read_text())
+        sizes: dict[str, Any] = task.size(published, TINY)
         ids = dict(pad_token_id=0, eos_token_id=1, bos_token_id=2)
         config = transformers.Qwen2Config(**sizes | ids)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
@@ -100,7 +91,7 @@ def _prompts(task: StageTask) -> list:
     import torch
 
     count, prompt, _ = _sizes(task)
-    vocab = task.size(SHAPE, TINY)["vocab_size"]
+    vocab = json.loads((checkpoint(task) / "config.json").read_text())["vocab_size"]
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, vocab, (prompt,), generator=generator).int().numpy() for _ in range(count)]
 

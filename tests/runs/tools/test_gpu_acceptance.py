@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -29,8 +30,8 @@ def stage(**options):
 
 def test_a_stage_that_crashes_or_hangs_fails(tmp_path):
     (tmp_path / "stages").mkdir()
-    crashed = gpu_acceptance.run_stage(stage(), tmp_path, "rehearse", 1)
-    late = gpu_acceptance.run_stage(stage(seconds=0), tmp_path, "rehearse", 1)
+    crashed = gpu_acceptance.run_stage(stage(), tmp_path, "rehearse", ["0"])
+    late = gpu_acceptance.run_stage(stage(seconds=0), tmp_path, "rehearse", ["0"])
     for result, why in ((crashed, "exit code 1; StopIteration"), (late, "exceeded its time limit of 0 s")):
         assert gpu_acceptance.verdict(result["rows"]) == "fail"
         assert why in result["rows"][-1]["text"]
@@ -39,7 +40,7 @@ def test_a_stage_that_crashes_or_hangs_fails(tmp_path):
 def test_a_stage_that_reports_nothing_fails(tmp_path, monkeypatch):
     (tmp_path / "stages").mkdir()
     monkeypatch.setattr(gpu_acceptance.sys, "executable", "true")
-    result = gpu_acceptance.run_stage(stage(), tmp_path, "rehearse", 1)
+    result = gpu_acceptance.run_stage(stage(), tmp_path, "rehearse", ["0"])
     assert gpu_acceptance.verdict(result["rows"]) == "fail"
 
 
@@ -96,7 +97,7 @@ def test_the_page_is_one_file_and_escapes_what_it_shows():
 
 
 def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu_acceptance, "num_ranks", lambda mode: 1)
+    monkeypatch.setattr(gpu_acceptance, "visible_devices", lambda mode: ["0"])
     failed = dict(rows=[dict(name="broken", verdict="fail", text="on purpose")])
     passed = dict(rows=[dict(name="fine", verdict="pass")])
     monkeypatch.setattr(
@@ -107,14 +108,46 @@ def test_a_failed_stage_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
     assert (
         results["trainer"] == "fail" and results["layouts-qwen2-tp1"] == "skip" and results["step"] == "pass"
     )
-    assert len(results) == len(gpu_acceptance.all_stages())
+    assert len(results) == len(gpu_acceptance.all_stages()) - 1  # without two-nodes
     assert results["roles"] == results["router-replay-tp2"] == "skip" and results["router-replay"] == "pass"
     assert re.search(r"broken +on purpose", capsys.readouterr().out)
 
 
+def test_stages_run_side_by_side_on_devices_of_their_own(tmp_path, monkeypatch):
+    stages = [
+        stage(name="trainer"),
+        stage(name="roles", ranks=2),
+        stage(name="speed"),
+        *(stage(name=name) for name in ("engine-qwen2", "engine-llama")),
+    ]
+    begun = {each.name: threading.Event() for each in stages}
+    together = {
+        "trainer": "roles",
+        "roles": "trainer",
+        "engine-qwen2": "engine-llama",
+        "engine-llama": "engine-qwen2",
+    }
+    used, log = {}, []
+
+    def run_stage(each, out, mode, devices):
+        log.append(each.name)
+        used[each.name] = set(devices)
+        begun[each.name].set()
+        assert begun[together.get(each.name, each.name)].wait(60)
+        log.append(f"{each.name} ends")
+        return dict(rows=[dict(name="a", verdict="pass")])
+
+    (tmp_path / "stages").mkdir()
+    monkeypatch.setattr(gpu_acceptance, "run_stage", run_stage)
+    assert gpu_acceptance.run_all(stages, tmp_path, "full", ["0", "1", "2"]) == []
+    assert used["trainer"] | used["roles"] == {"0", "1", "2"} and len(used["roles"]) == 2
+    assert used["speed"] == {"0", "1", "2"} and not used["engine-qwen2"] & used["engine-llama"]
+    assert log.index("speed ends") == log.index("speed") + 1 == 5
+
+
 def test_the_acceptance_continues_from_a_stage(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(gpu_acceptance, "num_ranks", lambda mode: 1)
+    monkeypatch.setattr(gpu_acceptance, "visible_devices", lambda mode: ["0"])
     monkeypatch.setattr(
         gpu_acceptance, "run_stage", lambda stage, *args: ran.append(stage.name) or dict(rows=[])
     )
@@ -165,7 +198,7 @@ def test_damaged_results_are_shown_and_do_not_stop_the_others(tmp_path, monkeypa
     }
     for name, text in damaged.items():
         (stages / f"{name}.json").write_text(text)
-    monkeypatch.setattr(gpu_acceptance, "num_ranks", lambda mode: 1)
+    monkeypatch.setattr(gpu_acceptance, "visible_devices", lambda mode: ["0"])
     monkeypatch.setattr(
         gpu_acceptance, "run_stage", lambda *args: dict(rows=[dict(name="a", verdict="pass")])
     )
@@ -184,7 +217,7 @@ def test_an_interrupted_acceptance_keeps_its_page(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return dict(rows=[dict(name="a", verdict="pass")])
 
-    monkeypatch.setattr(gpu_acceptance, "num_ranks", lambda mode: 1)
+    monkeypatch.setattr(gpu_acceptance, "visible_devices", lambda mode: ["0"])
     monkeypatch.setattr(gpu_acceptance, "run_stage", run_stage)
     assert gpu_acceptance.main(["--out", str(tmp_path), "--from", "speed"]) == 130
     assert [result["name"] for result in gpu_acceptance.results(tmp_path)] == ["speed"]
@@ -210,18 +243,18 @@ def test_visible_gpus_are_counted(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpu_acceptance.num_ranks("full") == 2
-    for visible, count in (("", 0), ("-1", 0), ("1", 1), ("0,1", 2), ("0,-1,1", 1), ("0, 1,2", 2)):
+    assert gpu_acceptance.visible_devices("full") == ["0", "1"]
+    for visible, names in {"": "", "-1": "", "1": "1", "0,1": "01", "0,-1,1": "0", "7, 1,2": "71"}.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert gpu_acceptance.num_ranks("quick") == count
+        assert gpu_acceptance.visible_devices("quick") == [*names]
 
 
 def test_each_stage_ends_within_a_call_of_ten_minutes():
-    assert max(stage.seconds for stage in all_stages()) <= 540
+    assert max(stage.seconds for stage in all_stages() if not stage.in_job) <= 540
 
 
 @pytest.mark.slow  # ten minutes together
-@pytest.mark.parametrize("name", [stage.name for stage in all_stages() if stage.rehearsed])
+@pytest.mark.parametrize("name", [stage.name for stage in all_stages() if stage.runs_in("rehearse")])
 def test_each_stage_of_a_rehearsal_passes(tmp_path_factory, name):
     out = tmp_path_factory.getbasetemp() / "acceptance"
     assert gpu_acceptance.main(["--rehearse", "--stage", name, "--out", str(out)]) == 0
@@ -229,13 +262,11 @@ def test_each_stage_of_a_rehearsal_passes(tmp_path_factory, name):
     assert result["rows"] and (out / "index.html").stat().st_size > 1000
 
 
-def test_a_rehearsal_without_an_engine_for_cpus_skips_generation(tmp_path, monkeypatch):
+def test_a_rehearsal_without_an_engine_for_cpus_skips_generation(monkeypatch):
     monkeypatch.setattr(gpu_acceptance, "generates_on_cpu", lambda: False)
-    (tmp_path / "stages").mkdir()
-    stages = {stage.name: stage for stage in all_stages()}
-    assert not stages["versions"].generates and not stages["trainer"].generates
-    for name in ("engine-qwen2", "bitwise", "resume-8", "speed"):
-        assert gpu_acceptance.accept(stages[name], tmp_path, "rehearse", 2) == "skip"
+    skipped = {s.name for s in all_stages() if gpu_acceptance.reason_to_skip(s, "rehearse", 2)}
+    left = {"versions", "trainer", "trainer-without-te", "collectives"}
+    assert skipped == {stage.name for stage in all_stages()} - left
 
 
 def test_every_stage_of_several_gpus_is_rehearsed_on_two_ranks():
