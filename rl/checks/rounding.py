@@ -42,12 +42,14 @@ def rounded_again(model: TrainingEngine) -> Iterator[None]:
     """
     generator = torch.Generator(model.device.torch).manual_seed(SEED)
 
-    def perturb(_module: nn.Module, _inputs: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        hidden, *rest = output
+    def perturb(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        is_alone = isinstance(output, Tensor)  # from a layer of transformers
+        hidden, *rest = (output,) if is_alone else output
         u = torch.rand(hidden.shape, generator=generator, device=hidden.device) - 0.5
-        return ((hidden.float() * (1 + torch.finfo(hidden.dtype).eps * u)).to(hidden.dtype), *rest)
+        rounded = (hidden.float() * (1 + torch.finfo(hidden.dtype).eps * u)).to(hidden.dtype)
+        return rounded if is_alone else (rounded, *rest)
 
-    layers = [layer for chunk in model.chunks for layer in chunk.decoder.layers]
+    layers = [layer for chunk in model.chunks for layer in chunk.layers]
     handles = [layer.register_forward_hook(perturb) for layer in layers]
     try:
         yield

@@ -7,7 +7,7 @@ reward model, returns one value for each given token. Both run on packed micro-b
 names of their weights for refit, checkpoints and export belong to `rl.training.weights.WeightMap`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +67,11 @@ class Packed(GPTModel):
 
     outputs: tuple[str, ...]
     rotary: RowRotary
+
+    @property
+    def layers(self) -> Iterable[torch.nn.Module]:
+        """The layers between embedding and head."""
+        return self.decoder.layers
 
     def run(self, micro: MicroBatch, temperature: float) -> Any:
         """Run the forward pass of one packed micro-batch."""

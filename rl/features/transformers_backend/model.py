@@ -10,6 +10,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl.config.schema import Training
 from rl.features.transformers_backend.attention import NAME
@@ -59,6 +60,13 @@ class ClassModel(MegatronModule):
         model.base_model.do_not_compile = True
         self.language_model: Any = model
         self.shards = Shards(self, weights.groups.tp)
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The layers between embedding and head."""
+        return [
+            part for part in self.language_model.modules() if isinstance(part, GradientCheckpointingLayer)
+        ]
 
     @property
     def embedding(self) -> torch.nn.Module:
