@@ -64,11 +64,11 @@ def _forms(
     found = each[rank].clone()
     dist.all_reduce(found, group=group)
     yield "all-reduce", found, total
-    gathered = torch.empty_like(each)
-    dist.all_gather_into_tensor(gathered, each[rank].clone(), group=group)
-    yield "all-gather", gathered, each
+    found = torch.empty_like(each).flatten()
+    dist.all_gather_into_tensor(found, each[rank].clone(), group=group)
+    yield "all-gather", found, each.flatten()
     found = torch.empty_like(total)
-    dist.reduce_scatter_tensor(found, each + rank, group=group)
+    dist.reduce_scatter_tensor(found, (each + rank).flatten(), group=group)
     yield "reduce-scatter", found, total + size * rank
     found = each[rank].clone()
     dist.broadcast(found, group_src=size - 1, group=group)
