@@ -92,19 +92,34 @@ class Resources:
 
 
 def render(
-    resources: Resources, *, name: str, logs: Path, config: str, overrides: Sequence[str], command: str
+    resources: Resources,
+    *,
+    name: str,
+    logs: Path,
+    configs: Sequence[str],
+    overrides: Sequence[str],
+    command: str,
 ) -> str:
     """Return the batch file of one run.
 
-    logs: directory for the logs of the job and of the ranks.
+    logs: directory for the logs of the job and of the ranks. configs: YAML files of the run.
     command: command that writes the file; the file names it in a comment.
     """
     header = _header(resources, name=name, output=f"{_pattern(logs)}/%x-%j.out", command=command)
-    return "\n".join([header, _source(logs), "", one_per_line("train", [config, *overrides])]) + "\n"
+    return (
+        "\n".join([header, _source(logs), "", one_per_line("train", [*absolute(configs), *overrides])]) + "\n"
+    )
 
 
 def render_sweep(
-    resources: Resources, *, name: str, logs: Path, config: str, points: Path, command: str, array: str
+    resources: Resources,
+    *,
+    name: str,
+    logs: Path,
+    configs: Sequence[str],
+    points: Path,
+    command: str,
+    array: str,
 ) -> str:
     """Return the batch file of a job array.
 
@@ -119,7 +134,7 @@ def render_sweep(
 points={shlex.quote(str(points))}
 mapfile -t overrides <"$points/$SLURM_ARRAY_TASK_ID"
 say "point $SLURM_ARRAY_TASK_ID: ${{overrides[*]}}"
-train {shlex.quote(config)} "${{overrides[@]}}" """
+train {shlex.join(absolute(configs))} "${{overrides[@]}}" """
     return "\n".join([header, _source(logs), body.strip("\n ")]) + "\n"
 
 
@@ -170,6 +185,11 @@ def _pattern(directory: Path) -> str:
 def _source(logs: Path) -> str:
     paths = f"LOCKSTEP_ROOT={shlex.quote(str(ROOT))} LOCKSTEP_LOGS={shlex.quote(str(logs))}"
     return f'export {paths}\nsource "$LOCKSTEP_ROOT/slurm/job.sh"'
+
+
+def absolute(configs: Sequence[str]) -> list[str]:
+    """Return the paths from the root, because a job may start in another directory."""
+    return [str(Path(config).absolute()) for config in configs]
 
 
 def one_per_line(command: str, words: Sequence[str]) -> str:

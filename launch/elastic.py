@@ -27,6 +27,7 @@ from launch.elastic_jobs import Jobs
 from launch.elastic_ranks import NodeRanks
 from launch.layouts import layouts_of
 from rl.config.checks import check
+from rl.config.command_line import add_config
 from rl.config.options import ConfigError
 from rl.config.schema import Config, load_config
 from rl.faults.lock import FILE_NAME as LOCK
@@ -51,7 +52,7 @@ the next generation; their ranks have met; the checkpoint is loaded; the first s
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.elastic", description=__doc__, allow_abbrev=False)
     add, env = parser.add_argument, os.environ
-    add("--config", metavar="FILE", required=True, action="append", help="YAML file of the run")
+    add_config(parser)
     add("--ranks", metavar="N", type=int, required=True, help="ranks of this node")
     add(
         "--nodes",
@@ -62,7 +63,6 @@ def main(argv: list[str]) -> int:
     )
     add("--node", default=env.get("SLURMD_NODENAME") or os.uname().nodename, help="name of this node")
     add("--logs", metavar="DIR", type=Path, help="directory of the ranks' logs (RUN/elastic)")
-    add("overrides", metavar="key=value", nargs="*", help="config overrides")
     options = parser.parse_intermixed_args(argv)
     if options.ranks < 1 or options.nodes < 1 or "/" in options.node:
         parser.error(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch import batch_file, slurm
-from launch.batch_file import ROOT, Resources
+from launch.batch_file import ROOT, Resources, absolute
 from launch.points import tasks_text
 from rl.config.durations import seconds_of
 from rl.config.options import ConfigError
@@ -69,12 +69,12 @@ class Other:
         *,
         name: str,
         logs: Path,
-        config: str,
+        configs: Sequence[str],
         overrides: Sequence[str],
         command: str,
     ) -> str:
         """Return the batch file of one run. `launch.batch_file.render` explains the arguments."""
-        run = batch_file.one_per_line("set --", [config, *overrides])
+        run = batch_file.one_per_line("set --", [*absolute(configs), *overrides])
         return self._file(resources, name, logs, command, run)
 
     def render_sweep(
@@ -83,7 +83,7 @@ class Other:
         *,
         name: str,
         logs: Path,
-        config: str,
+        configs: Sequence[str],
         points: Path,
         command: str,
         tasks: Sequence[int],
@@ -100,7 +100,7 @@ class Other:
 export POINT={task}
 export JOB_NAME={_plain(name)}-$POINT
 mapfile -t overrides <{shlex.quote(str(points))}/"$POINT"
-set -- {shlex.quote(config)} "${{overrides[@]}}" """
+set -- {shlex.join(absolute(configs))} "${{overrides[@]}}" """
         return self._file(resources, name, logs, command, body.strip("\n "))
 
     def submit(self, file: Path, *, name: str, tasks: Sequence[int] = (), at_a_time: int = 0) -> str:

@@ -1,9 +1,9 @@
 """`lockstep submit`: submit one run as a job of Slurm, PBS Pro, LSF or Flux.
 
 The command writes the batch file RUN_DIR/launch/job.sbatch (or .pbs, .lsf, .flux). It prints the file, the
-resolved config, an estimate of memory and time, and the GPU-hours. Then it submits the file. Arguments after
--- are config overrides. With --dry-run the file is written but not submitted. With --anywhen the run becomes
-several jobs that start now (docs/slurm.md).
+resolved config, an estimate of memory and time, and the GPU-hours. Then it submits the file. With --dry-run
+the file is written but not submitted. With --anywhen the run becomes several jobs that start now
+(docs/slurm.md).
 """
 
 import shlex
@@ -16,6 +16,7 @@ from launch.batch_file import Resources
 from launch.runs import DIRECTORY, note_job
 from launch.schedulers import SCHEDULERS
 from rl.config.checks import check
+from rl.config.command_line import add_config
 from rl.config.options import to_yaml
 from rl.config.schema import Config, load_config
 from rl.dry_run.changes import cheapest_change
@@ -27,15 +28,14 @@ from rl.sandbox.private_directory import make_private
 
 def main(argv: list[str]) -> int:
     parser = make_parser("submit", __doc__)
-    parser.add_argument("--config", metavar="FILE", required=True, help="YAML file of the run")
+    add_config(parser)
     parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")
     parser.add_argument(
         "--force", action="store_true", help="submit even if the memory estimate does not fit"
     )
     add_resources(parser)
     add_limits(parser)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="config overrides, after --")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     resources = resources_of(arguments)
     if arguments.anywhen:
         return submit_anywhen(arguments, resources, command=as_typed("submit", argv))
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         resources,
         name=config.run.name,
         logs=directory,
-        config=str(Path(arguments.config).absolute()),
+        configs=arguments.config,
         overrides=arguments.overrides,
         command=as_typed("submit", argv),
     )

@@ -80,9 +80,14 @@ class Train:
     def __getstate__(self) -> dict:
         return {"_process": None, "_code": None}
 
-    def __call__(self, config: str, overrides: Sequence[str] = ()) -> dict:
-        """Run to the end; return the run's status.json. Raises RunFailed."""
-        command = [sys.executable, "-u", str(ROOT / "train_rl.py"), "--config", config, *overrides]
+    def __call__(self, config: str | Sequence[str], overrides: Sequence[str] = ()) -> dict:
+        """Run to the end; return the run's status.json. Raises RunFailed.
+
+        config: YAML file of the run, or several, of which later ones win.
+        """
+        files = [config] if isinstance(config, str) else config
+        given = [*(f"--config={file}" for file in files), *overrides]
+        command = [sys.executable, "-u", str(ROOT / "train_rl.py"), *given]
         # The program inherits the block, so that a signal stays pending until the program can handle it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         try:
@@ -95,13 +100,11 @@ class Train:
             # at the time limit.
             os.kill(os.getpid(), signal.SIGUSR2)
         if code not in (0, STOPPED_EXIT):
-            raise RunFailed(
-                f"train_rl.py {shlex.join(['--config', config, *overrides])} ended with exit code {code}"
-            )
+            raise RunFailed(f"train_rl.py {shlex.join(given)} ended with exit code {code}")
         status = Path(load_config(config, overrides).run.dir, "status.json")
         return json.loads(status.read_text())
 
-    def checkpoint(self, config: str, overrides: Sequence[str] = ()) -> "DelayedSubmission":
+    def checkpoint(self, config: str | Sequence[str], overrides: Sequence[str] = ()) -> "DelayedSubmission":
         """Stop the run and return the same call. submitit's SIGUSR2 handler calls this on the first rank."""
         from submitit.helpers import DelayedSubmission
 

@@ -20,7 +20,7 @@ from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read
 from launch.schedulers import SCHEDULERS
 from launch.submit import print_estimate
 from rl.config.checks import check, check_directory_name
-from rl.config.options import ConfigError, as_override, flatten, load
+from rl.config.options import ConfigError, as_override, flatten, load, show
 from rl.config.paths import expand_paths, literal
 from rl.config.schema import SUFFIXES, Config, load_config
 from rl.config.sweep_checks import load_points
@@ -36,8 +36,8 @@ class SweepFile:
     """Name of the sweep, of its directory (`runs/<name>`), and of the job. Required."""
     dir: str = ""
     """Directory of the sweep. Empty: `runs/<name>`."""
-    config: str = ""
-    """YAML file of the run that the sweep varies. Required."""
+    config: Any = ""
+    """YAML file of the run that the sweep varies, or a list of files, of which later ones win. Required."""
     mode: Literal["array", "adapters"] = "array"
     """array: each point is a task of a job array. adapters: all points run in one job, as adapters of one
     base model (`sweep.adapters`)."""
@@ -116,6 +116,9 @@ def read_file(path: str) -> SweepFile:
     for key in ("name", "config"):
         if not getattr(sweep, key):
             raise ConfigError(f"{key} is empty in {path}, but a sweep requires it.")
+    sweep.config = [sweep.config] if isinstance(sweep.config, str) else sweep.config
+    if not isinstance(sweep.config, list) or not all(isinstance(file, str) for file in sweep.config):
+        raise ConfigError(f"config is {show(sweep.config)} in {path}, but must be a path or a list of paths.")
     check_directory_name(f"name of {path}", sweep.name)
     if sweep.at_a_time < 0:
         raise ConfigError(f"at_a_time={sweep.at_a_time} in {path}, but must be 0 or more.")
@@ -222,8 +225,7 @@ def _write_batch_file(
     In the second case the file names all points; when the job starts, it leaves out points that have ended.
     """
     place, scheduler = directory / DIRECTORY, SCHEDULERS[sweep.job.scheduler]
-    config = str(Path(sweep.config).absolute())
-    job: dict = dict(name=sweep.name, logs=place, config=config, command=command)
+    job: dict = dict(name=sweep.name, logs=place, configs=sweep.config, command=command)
     if sweep.mode == "adapters":
         text = scheduler.render(sweep.job, overrides=joint_overrides(sweep, directory, points), **job)
     else:

@@ -1,7 +1,8 @@
 # shellcheck shell=bash
 # Functions for the batch files of this directory, which source this file. The settings of your site are in site.sh.
 #
-#   train CONFIG [key=value ...]    runs train_rl.py by one srun, with a rank per GPU; requeues the job if the run can continue
+#   train CONFIG [CONFIG ...] [key=value ...]    runs train_rl.py by one srun, with a rank per GPU; of several files, later ones win;
+#                                   requeues the job if the run can continue
 #   once COMMAND ...                runs a command as one task on one node, for preparations
 #
 # Read from the environment (set them in site.sh, or export them before sbatch):
@@ -169,11 +170,11 @@ requeue() {
 }
 
 train() {
-    local config=$1 code=0
-    shift
+    local code=0
+    read_arguments "$@"
     # Rank 0 writes into the job's own log.
     ln -sfn "$(readlink /proc/$$/fd/1)" "$rank_logs/rank-0.log"
-    launch "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@" "${staged[@]}" \
+    launch "${PYTHON:-python}" "$LOCKSTEP_ROOT/train_rl.py" "${arguments_of_run[@]}" "${staged[@]}" \
         2>"$rank_logs/srun.log" || code=$?
     cat "$rank_logs/srun.log" >&2 # below all tracebacks, srun's lines say which tasks ended on which nodes, and how
     # With OUTLIVE_RANKS, srun exits with the code of the rank that died, although the run continued without this rank.

@@ -3,7 +3,8 @@
 # Functions for train.pbs, train.lsf and train.flux. This file starts the ranks on each node of a job, and follows the rules of
 # job.sh about the end and the restart of a run.
 #
-#   train CONFIG [key=value ...]    runs train_rl.py with a rank per GPU; runs the job again if the run can continue
+#   train CONFIG [CONFIG ...] [key=value ...]    runs train_rl.py with a rank per GPU; of several files, later ones
+#                                   win; runs the job again if the run can continue
 #
 # The batch file sets these variables before it sources this file:
 #   job_id       id of this job
@@ -71,8 +72,8 @@ requeue() {
 }
 
 train() {
-    local config=$1 code=0
-    shift
+    local code=0
+    read_arguments "$@"
     count_start
     say "${#hosts[@]} nodes (${hosts[*]}), attempt $attempts after step $(checkpoint_step)"
     allow_start "$attempts"
@@ -92,7 +93,7 @@ if [ -z "\${RANKS:-}" ] && [ "\$gpus" != $gpus ]; then
 fi
 if [ "\$node" != 0 ]; then exec >>$(printf %q "$rank_logs/node-")\$node.log 2>&1; fi
 exec $(printf '%q ' "${inside[@]}" "${PYTHON:-python}" -m launch.node ${#hosts[@]} "${RANKS:-$((gpus > 0 ? gpus : 1))}" "$rank_logs" \
-        "$LOCKSTEP_ROOT/train_rl.py" --config "$config" "$@")
+        "$LOCKSTEP_ROOT/train_rl.py" "${arguments_of_run[@]}")
 NODE
     on_nodes bash "$rank_logs/node.sh" || code=$? # a file, because a remote shell would parse the arguments again
     # The state decides, because schedulers may replace the exit code of a command on another node.

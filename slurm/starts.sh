@@ -18,6 +18,18 @@ split() {
     mapfile -t overrides <<<"$lines"
 }
 
+# Set the array arguments_of_run to the arguments of train_rl.py. A word without '=' is the file of a --config.
+# shellcheck disable=SC2034 # read by job.sh and nodes.sh
+read_arguments() {
+    local word
+    arguments_of_run=(--config "$1")
+    shift
+    for word; do
+        if [[ $word != *=* && $word != -* && ${arguments_of_run[-1]} != --config ]]; then arguments_of_run+=(--config); fi
+        arguments_of_run+=("$word")
+    done
+}
+
 # Print the part of the value of key $1 that matches $2, from the copy of status.json that the program last wrote.
 reported() { if [ -f "$LOCKSTEP_STATUS" ]; then sed -n "s/.*\"$1\": \"\?\($2\).*/\1/p" "$LOCKSTEP_STATUS"; fi; }
 

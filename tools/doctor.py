@@ -31,6 +31,7 @@ if sys.version_info < (3, 11):  # noqa: UP036 (a login node's own Python)
         f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}; activate the environment."
     )
 
+from rl.config.command_line import add_config  # noqa: E402
 from rl.config.schema import load_config  # noqa: E402
 from rl.runtime.ranks import Ranks, discover  # noqa: E402
 from tools.node_checks import (  # noqa: E402
@@ -74,8 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", help="check the models, data and run directory of this config")
-    add("overrides", metavar="key=value", nargs="*", help="config overrides")
+    add_config(parser, required=False, about="check the models, data and run directory of this YAML file")
     opened_help = "only run this command under strace, and print the files that it opens by mount point"
     add("--opened", metavar="COMMAND", help=opened_help)
     add("--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)")

@@ -1,7 +1,7 @@
 """Find the fastest configurations of a run that fit on a number of GPUs.
 
     lockstep plan --gpus 8 configs/qwen2.5-7b_gsm8k_grpo_8gpu.yaml
-    lockstep plan --gpus 512 --gpu h200 --gpu a100-40 CONFIG [key=value ...]
+    lockstep plan --gpus 512 --gpu h200 --gpu a100-40 CONFIG [CONFIG ...] [key=value ...]
     lockstep plan --gpus 8 --measured runs/mine CONFIG
 
 Nothing is built, and no GPU is needed. Each result has the estimated seconds of a step by phase, the memory
@@ -20,6 +20,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.checks import check  # noqa: E402
+from rl.config.command_line import add_config  # noqa: E402
 from rl.config.schema import load_config  # noqa: E402
 from rl.dry_run.changes import Change  # noqa: E402
 from rl.dry_run.estimate import Estimate, estimate  # noqa: E402
@@ -102,8 +103,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="YAML file of the run")
-    add("overrides", metavar="key=value", nargs="*", help="set one key over the file")
+    add_config(parser, required=False)
     add("--gpus", metavar="N", type=int, required=True, help="number of GPUs, one rank each")
     add("--gpu", action="append", choices=list(GPUS), help="kind of GPU; several are compared (h100)")
     add("--gpus-per-node", metavar="N", type=int, default=8, help="GPUs of a node (8)")
@@ -111,6 +111,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for side in ("prompt", "response"):
         add(f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help="(half of the longest)")
     arguments = parser.parse_intermixed_args(argv)
+    words = arguments.overrides
+    arguments.config = [*(arguments.config or ()), *(word for word in words if "=" not in word)]
+    arguments.overrides = [word for word in words if "=" in word]
+    if not arguments.config:
+        parser.error("CONFIG, the YAML file of the run, is missing")
     if arguments.gpus < 1 or arguments.gpus_per_node < 1:
         parser.error("--gpus and --gpus-per-node must be at least 1")
     return arguments

@@ -4,10 +4,10 @@ import argparse
 import hashlib
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from launch import batch_file
 from launch.anywhen.decision import Limits, Plan, Size
@@ -80,8 +80,8 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
     file = logs / "anywhen.sbatch"
     mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:6]
     name = f"{config.run.name}-{mark}"
-    own = [str(Path(arguments.config).absolute()), *overrides]
-    file.write_text(_render(resources, name, logs, own, run_dir / DIRECTORY, command))
+    own: dict = dict(name=name, logs=logs, configs=arguments.config, overrides=overrides, command=command)
+    file.write_text(_render(resources, own, run_dir / DIRECTORY))
     directory = save(Submission(plan, str(run_dir), name, str(file), config.run.max_steps))
     for size in sizes:
         print(f"{size.nodes} nodes: {size.step_s:.1f} s per step {' '.join(size.overrides)}")
@@ -122,15 +122,10 @@ def _step_seconds(config: Config, world_size: int, ranks: int) -> float:
     return estimate(config, world_size, Hardware(ranks_per_node=ranks), plan=False).step_seconds
 
 
-def _render(
-    resources: Resources, name: str, logs: Path, own: Sequence[str], directory: Path, command: str
-) -> str:
+def _render(resources: Resources, own: dict[str, Any], directory: Path) -> str:
     """Return the batch file: `launch.batch_file.render`'s, with the turns around the ranks."""
     resources.requeue = False  # a successor waits instead
-    config, *overrides = own
-    text = batch_file.render(
-        resources, name=name, logs=logs, config=config, overrides=overrides, command=command
-    )
+    text = batch_file.render(resources, **own)
     head, train = text.split("\ntrain ", 1)
     turns = f"""
 export NO_REQUEUE=1

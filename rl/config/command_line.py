@@ -46,16 +46,7 @@ def parse_command_line(
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        action="append",
-        required=True,
-        help="YAML file with any of the keys below; of several, later ones win key by key",
-    )
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="set one key over the file, e.g. training.tp=2"
-    )
+    add_config(parser, about="YAML file with any of the keys below")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     parser.add_argument("--changed", action="store_true", help="with --print-config: without defaults")
     parser.add_argument("--dry-run", action="store_true", help="estimate whether it fits: --dry-run --help")
@@ -85,6 +76,19 @@ def parse_command_line(
     return CommandLine(
         arguments.config, arguments.overrides, arguments.print_config or arguments.changed, arguments.changed
     )
+
+
+def add_config(
+    parser: argparse.ArgumentParser, *, required: bool = True, about: str = "YAML file of the run"
+) -> None:
+    """Add --config, whose value becomes a list of files or None, and the overrides.
+
+    Parse with `parse_intermixed_args`, so that options may stand between the overrides.
+    """
+    several = f"{about}; of several --config, later ones win key by key"
+    parser.add_argument("--config", metavar="FILE", action="append", required=required, help=several)
+    overrides = "set one key over the files, e.g. training.tp=2"
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help=overrides)
 
 
 def selected(cls: type, word: str) -> list[str]:

@@ -12,6 +12,7 @@ import os
 import sys
 
 from rl.config.checks import check
+from rl.config.command_line import add_config
 from rl.config.schema import learns_from_samples, load_config
 from rl.dry_run import hardware
 from rl.dry_run.changes import cheapest_change
@@ -55,8 +56,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--config", metavar="FILE", required=True, action="append", help="YAML file of the run")
-    add("overrides", metavar="key=value", nargs="*", help="set one key over the file")
+    add_config(parser)
     add("--dry-run", action="store_true", help="(this)")
     ranks = os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or "1"
     ranks_help = f"number of ranks, one GPU each ({ranks})"

@@ -11,13 +11,15 @@ from launch.batch_file import ROOT, Resources, render, render_sweep
 from launch.schedulers import SCHEDULERS
 from rl.config.options import ConfigError
 
+FILES = ["/a.yaml", "/b.yaml"]
+
 
 def options(text):
     return dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))
 
 
 def rendered(resources, tmp_path, **changes):
-    facts = dict(name="run", logs=tmp_path, config="c.yaml", overrides=["a.b=1"], command="x") | changes
+    facts = dict(name="run", logs=tmp_path, configs=FILES, overrides=["a.b=1"], command="x") | changes
     return render(resources, **facts)
 
 
@@ -60,22 +62,22 @@ def shell_run(text, tmp_path, **environment):
 def test_overrides_reach_the_program_as_they_are(tmp_path):
     overrides = ["reward.kwargs={a: 'b c', d: \"$HOME\"}", 'rollout.stop=["\\n"]', "x=*"]
     found = shell_run(rendered(Resources(), tmp_path, overrides=overrides), tmp_path)
-    assert found == "<c.yaml>" + "".join(f"<{override}>" for override in overrides)
+    assert found == "</a.yaml></b.yaml>" + "".join(f"<{override}>" for override in overrides)
     long = [f"key{number}=value{number}" for number in range(40)]
     text = rendered(Resources(), tmp_path, overrides=long)
     assert max(map(len, text.splitlines())) < 200  # one to a line
     (tmp_path / "second").mkdir()
-    assert shell_run(text, tmp_path / "second").count("<") == 41
+    assert shell_run(text, tmp_path / "second").count("<") == 42
 
 
 def test_a_task_of_a_sweep_reads_its_own_overrides(tmp_path):
     points = tmp_path / "points"
     points.mkdir()
     (points / "3").write_text("a=1 2\nb=[\"x\", 'y']\n")
-    facts = dict(name="s", logs=tmp_path, config="c.yaml", points=points, command="x", array="1-3%2")
+    facts = dict(name="s", logs=tmp_path, configs=FILES, points=points, command="x", array="1-3%2")
     text = render_sweep(Resources(), **facts)
     assert options(text)["array"] == "1-3%2" and options(text)["output"].endswith("%x-%A_%a.out")
-    assert shell_run(text, tmp_path, SLURM_ARRAY_TASK_ID="3") == "<c.yaml><a=1 2><b=[\"x\", 'y']>"
+    assert shell_run(text, tmp_path, SLURM_ARRAY_TASK_ID="3") == "</a.yaml></b.yaml><a=1 2><b=[\"x\", 'y']>"
 
 
 OTHERS = {
@@ -106,11 +108,13 @@ def assert_shellcheck_passes(text):
 def test_a_file_of_another_scheduler_asks_for_the_same(kind, tmp_path):
     facts = dict(account="acc", partition="gpu", sbatch=["-l x=1"])
     overrides = ["reward.kwargs={a: 'b c'}", "x=*"]
-    run = dict(name="my run", logs=tmp_path, config="c.yaml", command="x", overrides=overrides)
+    run = dict(name="my run", logs=tmp_path, configs=FILES, command="x", overrides=overrides)
     text = SCHEDULERS[kind].render(Resources(nodes=4, time="02:00:30", **facts), **run)
     asked = [line.strip() for line in re.split("\n|;;", OTHERS[kind].strip())]
     assert set(asked) <= set(text.splitlines()), text
-    assert shell_run(text, tmp_path) == "<c.yaml>" + "".join(f"<{each}>" for each in overrides) + "\n"
+    assert (
+        shell_run(text, tmp_path) == "</a.yaml></b.yaml>" + "".join(f"<{each}>" for each in overrides) + "\n"
+    )
     assert_shellcheck_passes(text)
     directory = {"pbs": "PBS_O_WORKDIR", "lsf": "LS_SUBCWD", "flux": "LOCKSTEP_START"}[kind]
     assert f"export {directory}={Path.cwd()} " in text
@@ -129,13 +133,11 @@ def test_a_task_under_another_scheduler_reads_its_own_overrides(kind, index, tmp
     points = tmp_path / "points"
     points.mkdir()
     (points / "3").write_text("a=1 2\nb=[\"x\", 'y']\n")
-    run = dict(
-        name="s", logs=tmp_path, config="c.yaml", points=points, command="x", tasks=[1, 3], at_a_time=0
-    )
+    run = dict(name="s", logs=tmp_path, configs=FILES, points=points, command="x", tasks=[1, 3], at_a_time=0)
     text = SCHEDULERS[kind].render_sweep(Resources(), **run)
     assert_shellcheck_passes(text)
     found = shell_run(text, tmp_path, **{index: "4" if kind == "lsf" else "3"})
-    assert found == "<c.yaml><a=1 2><b=[\"x\", 'y']>s-3\n"
+    assert found == "</a.yaml></b.yaml><a=1 2><b=[\"x\", 'y']>s-3\n"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_arrays_of_other_schedulers(kind, commands, tmp_path):
 def test_what_another_scheduler_lacks_is_refused(wrong, words, tmp_path):
     with pytest.raises(ConfigError, match=words):
         SCHEDULERS["flux"].render(
-            Resources(**wrong), name="s", logs=tmp_path, config="c", overrides=[], command="x"
+            Resources(**wrong), name="s", logs=tmp_path, configs=FILES, overrides=[], command="x"
         )
 
 

@@ -119,6 +119,18 @@ class TestSubmit:
         if kind == "lsf":
             assert (place / "bsub.stdin").read_text() == file.read_text()
 
+    def test_of_several_files_later_ones_win(self, place):
+        (place / "more.yaml").write_text("run: {name: test, max_steps: 9}\n")
+        out = launch("submit", *self.arguments, "--config", "more.yaml", "run.seed=5", "--dry-run")
+        words = f"train {place}/config.yaml {place}/more.yaml run.seed=5"
+        assert "max_steps: 9" in out and words in out.replace(" \\\n    ", " ")
+        (place / "sweep.yaml").write_text(
+            SWEEP.replace("config: config.yaml", "config: [config.yaml, more.yaml]")
+        )
+        assert f'train {place}/config.yaml {place}/more.yaml "$' in launch("sweep", "sweep.yaml", "--dry-run")
+        (place / "sweep.yaml").write_text(SWEEP.replace("config: config.yaml", "config: {a: 1}"))
+        assert "must be a path or a list of paths" in launch("sweep", "sweep.yaml", code=2)
+
     def test_a_line_break_in_an_override_does_not_leave_the_comment(self, place):
         launch("submit", *self.arguments, "--dry-run", "--", 'reward.kwargs={a: "b\nexit 3"}')
         text = (place / "runs" / "test" / "launch" / "job.sbatch").read_text()

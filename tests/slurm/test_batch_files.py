@@ -136,6 +136,15 @@ def test_a_rank_per_gpu_each_of_which_sees_all(site):
     assert job.command == command.split()
 
 
+@pytest.mark.parametrize("file, first", [("train", []), ("sweep", ["points.txt"])])
+def test_words_that_set_no_key_are_further_config_files(site, file, first):
+    (site / "work" / "points.txt").write_text("run.name=a\n")
+    more = ["base.yaml", "mine.yaml", "run.seed=2", "--config", "last.yaml"]
+    job = Job(site, file, *first, *more, SLURM_ARRAY_TASK_ID="0")
+    own = ["--config", "base.yaml", *["run.name=a"] * len(first), "--config", "mine.yaml", *more[2:]]
+    assert job.command[2:] == own, job.log
+
+
 def test_an_agent_per_node_starts_the_ranks_of_an_elastic_run(site):
     job = Job(site, "elastic", "my.yaml", "run.elastic.min_nodes=1", SLURM_JOB_PARTITION="gpu")
     options = "--no-kill --kill-on-bad-exit=0 --nodes=2 --ntasks=2 --gpus-per-node=8 --gpu-bind=none"

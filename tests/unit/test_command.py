@@ -84,6 +84,15 @@ def test_a_run_can_be_read(tmp_path):
         lockstep.read_run(Path("nowhere"))
 
 
+@pytest.mark.parametrize("tool", ["plan", "doctor"])
+def test_tools_take_several_files(tool, tmp_path):
+    (tmp_path / "a.yaml").write_text("run: {name: a, seed: 1}\n")
+    (tmp_path / "b.yaml").write_text("run: {name: b, sede: 2}\n")
+    gpus = ["--gpus", "1"] * (tool == "plan")
+    done = run(tool, *gpus, "--config", tmp_path / "a.yaml", "run.seed=3", "--config", tmp_path / "b.yaml")
+    assert done.returncode == 2 and "b.yaml" in done.stderr and "did you mean run.seed" in done.stderr
+
+
 def test_training_refuses_an_invalid_configuration_with_its_sentence():
     with pytest.raises(ValueError, match="Unknown key 'sed'"):
         lockstep.train(ROOT / "configs" / "quickstart.yaml", {"run.sed": 1})

@@ -36,6 +36,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from rl.checkpoint.directory import complete, expected_files, read_manifest  # noqa: E402
 from rl.checkpoint.shards import check_file  # noqa: E402
+from rl.config.command_line import add_config  # noqa: E402
 from rl.run_directory.consumed import FILE_NAME  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 from tools.records import comparable  # noqa: E402
@@ -275,17 +276,17 @@ def main(argv: list[str] | None = None) -> int:
     add("--ranks", type=int, default=2, help="ranks of the run")
     add("--seed", type=int, default=0, help="seed of the times and ranks of the kills")
     add("--out", required=True, help="directory for the runs and their logs; its contents are removed")
-    add("--config", help="YAML file of another run, deterministic and with checkpoints")
-    add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the run's config")
-    args = parser.parse_args(argv)
+    add_config(parser, required=False, about="YAML file of another run, deterministic and with checkpoints")
+    args = parser.parse_intermixed_args(argv)
     out = Path(args.out).resolve()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    config = Path(args.config) if args.config else toy_config(out)
+    files = [f"--config={file}" for file in args.config or [toy_config(out)]]
     _import_everything()
     try:
-        command = ["--config", str(config), *args.overrides]
-        counts = torture(command, out, num_ranks=args.ranks, kills=args.kills, seed=args.seed)
+        counts = torture(
+            [*files, *args.overrides], out, num_ranks=args.ranks, kills=args.kills, seed=args.seed
+        )
     except Lost as error:
         print(f"lost: {error}", file=sys.stderr)
         return 1

@@ -130,15 +130,16 @@ def test_generated_scripts_hand_on_every_character(scheduler, tmp_path):
         f"run.name={text}" for text in TEXTS
     ]
     resources = Resources(scheduler=scheduler, gpus_per_node=0, ranks_per_node=1)
-    own = dict(name="it's $x #1", logs=here, config=str(here / "c.yaml"), command="python -m launch 'x #'")
+    files = [str(here / "c.yaml"), "/b.yaml"]
+    own = dict(name="it's $x #1", logs=here, configs=files, command="python -m launch 'x #'")
     text = SCHEDULERS[scheduler].render(resources, overrides=overrides, **own)
-    assert words_of(text, here, scheduler) == [own["config"], *overrides]
+    assert words_of(text, here, scheduler) == [*files, *overrides]
     points = here / "points"
     points.mkdir()
     (points / "0").write_text("\n".join(overrides) + "\n")
     more = dict(points=points, tasks=[0], at_a_time=0)
     text = SCHEDULERS[scheduler].render_sweep(resources, **own, **more)
-    assert words_of(text, here, scheduler) == [own["config"], *overrides]
+    assert words_of(text, here, scheduler) == [*files, *overrides]
     line = SCHEDULERS[scheduler].command(here / "job", name="a")
     assert str(here / "job") in shlex.split(line.replace("<", ""))
 
