@@ -1,13 +1,19 @@
 """Start a run from Python, and read what a run has written."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+"""A path, or several."""
 
 
 class RunError(RuntimeError):
@@ -39,47 +45,74 @@ class RunResult:
         }
 
 
-def train(
-    config: str | PathLike[str], overrides: Mapping[str, Any] | None = None, *, ranks: int = 1
-) -> RunResult:
+def train(config: Paths, overrides: Mapping[str, Any] | None = None, *, ranks: int = 1) -> RunResult:
     """Train as `lockstep train --config CONFIG key=value ...` does, and return the results.
 
-    The run is a process of its own, or `ranks` processes on this node under torchrun. Therefore a program may
-    call `train` several times. Its output appears in the output of the caller. A run that was stopped returns
-    too, with the state "stopped".
+    The run is a process of its own, or `ranks` processes on this node. Therefore a program may call `train`
+    several times. The output of rank 0 appears in the output of the caller, and that of the others in
+    `<run.dir>/launch`. A run that was stopped returns too, with the state "stopped".
 
+    config: YAML file, or several, of which later ones win.
     overrides: dotted key -> value, for example {"training.optimizer.lr": 1e-5}.
 
-    Raises ValueError for invalid input, with the run's own sentence, and RunError if the run fails.
+    Raises ValueError for invalid input, with the run's own sentence, and RunError if the run fails. Ctrl-C
+    ends the run and raises KeyboardInterrupt; the same call continues from the last checkpoint.
     """
     from lockstep import HOME
     from rl.config.schema import load_config
+    from rl.run_directory.status import read_object
+    from rl.sandbox.private_directory import make_private
     from rl.stopping.requests import STOPPED_EXIT
 
     given = [f"{key}={as_text(value)}" for key, value in (overrides or {}).items()]
-    directory = load_config(str(config), given).run.dir
-    torchrun = (
-        ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    )
-    command = [sys.executable, *torchrun, str(HOME / "train_rl.py"), "--config", str(config), *given]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    said = ""
-    for line in process.stderr:
-        print(line, end="", file=sys.stderr, flush=True)
-        if line.startswith("error"):
-            said = line.partition(": ")[2].strip()
-    code = process.wait()
+    files = [config] if isinstance(config, str | PathLike) else config
+    directory = Path(load_config(files, given).run.dir)
+    launcher, logs = [], directory / "launch"
+    if ranks > 1:
+        make_private(directory)
+        logs.mkdir(exist_ok=True)
+        launcher = ["-m", "launch.node", "1", str(ranks), str(logs)]
+    named = [f"--config={os.fspath(file)}" for file in files]
+    code, said = _run([sys.executable, *launcher, str(HOME / "train_rl.py"), *named, *given])
     if code == 2:
         raise ValueError(said)
     if code not in (0, STOPPED_EXIT):
-        raise RunError(f"the run in {directory} ended with exit code {code}: {said or 'its output says why'}")
+        reason = read_object(directory / "status.json").get("reason") or said
+        raise RunError(f"the run in {directory} ended with exit code {code}: {reason}")
     return read_run(directory)
 
 
 def as_text(value: Any) -> str:
-    """Return a value as the text of an override: a string as it is, anything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
+    """Return a value as the text of an override: a string or a path as it is, anything else as JSON."""
+    return os.fspath(value) if isinstance(value, str | PathLike) else json.dumps(value)
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Run a command whose errors also appear here; return its exit code and its last line of an error."""
+    from lockstep import HOME
+
+    env = os.environ | {"NODE_RANK": "0", "LOCKSTEP_STEP": uuid.uuid4().hex}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HOME), env.get("PYTHONPATH"))))
+    # In a session of its own, the run gets one SIGINT from here, and none from the terminal.
+    process = subprocess.Popen(
+        command, env=env, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
+    assert process.stderr is not None
+    said, interrupted = "its output says why", False
+    while True:
+        try:
+            for line in process.stderr:
+                print(line, end="", file=sys.stderr, flush=True)
+                if line.startswith("error"):
+                    said = line.partition(": ")[2].strip()
+            code = process.wait()
+            break
+        except KeyboardInterrupt:
+            interrupted = True
+            process.send_signal(signal.SIGINT)
+    if interrupted:
+        raise KeyboardInterrupt
+    return code, said
 
 
 def read_run(directory: str | PathLike[str]) -> RunResult:
