@@ -309,6 +309,10 @@ def warnings(config: Config) -> list[str]:
     if shared := [path for path in config.data.val if path in config.data.train]:
         found.append(f"{shared[0]} is in data.train and in data.val: validation measures training prompts.")
     checkpoint, validation = config.checkpoint, config.validation
+    if not config.data.val and validation.every not in (0, type(validation).every):
+        found.append(
+            f"validation.every={validation.every} measures nothing, because data.val is empty; set it."
+        )
     if (
         checkpoint.keep_best
         and checkpoint.every

@@ -28,7 +28,9 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
         module = _module(location)
     except Exception as error:  # an import runs the user's code, which may raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{key}={spec!r}: {location} cannot be imported: {reason}") from error
+        raise ValueError(
+            f"{key}={spec!r}: {location} cannot be imported: {reason}; correct the file or its path."
+        ) from error
     found = vars(module)
     if name not in found:
         own = [value.__name__ for value in found.values() if inspect.isfunction(value)]
@@ -37,7 +39,9 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
             f"{key}={spec!r}: {location} has no {name!r}, only {', '.join(public) or 'no function'}."
         )
     if not callable(found[name]):
-        raise ValueError(f"{key}={spec!r} must be callable, not a {type(found[name]).__name__}.")
+        raise ValueError(
+            f"{key}={spec!r} must be callable, not a {type(found[name]).__name__}; name a function."
+        )
     return found[name]
 
 

@@ -259,7 +259,7 @@ def _parse(text: str, place: str, remedy: str = "") -> Any:
     except RecursionError:
         is_deep = True
     except ValueError as error:  # invalid JSON, or an integer with more digits than Python reads
-        raise ValueError(f"{place}: not JSON{remedy}: {error}") from error
+        raise ValueError(f"{place}: not JSON{remedy}: {error}; correct the text.") from error
     if is_deep:
         raise ValueError(f"{place}: nested in more than {MAX_LEVELS} levels; store the inner part as text.")
     if _SURROGATE.search(text):

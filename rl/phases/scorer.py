@@ -150,7 +150,8 @@ class Scorer:
             causes = gather_objects(self.first_cause)
             cause = next(filter(None, causes), "the reward model or the sum is not finite")
             raise ConfigError(
-                f"the reward failed for all {len(failed)} samples of the first batch; first cause: {cause}"
+                f"the reward failed for all {len(failed)} samples of the first batch; first cause: {cause}; "
+                "correct it (run.mode=score_only tries a function on stored samples)."
             )
         self.succeeded.add(is_validation)
 

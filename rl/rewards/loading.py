@@ -25,8 +25,11 @@ def load_reward_function(spec: str, *, kwargs: Mapping[str, Any], key: str = "re
     try:
         inspect.signature(function).bind(**dict.fromkeys(SAMPLE_KEYS), **kwargs)
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        remedy = "add **extra for the keywords it ignores"
+        if "missing" in str(error):
+            remedy = f"rename the argument to one of the keywords, or set it in {key}.kwargs"
         raise ValueError(
             f"{key}.function={spec!r} does not accept the keywords it is called with, "
-            f"{', '.join([*SAMPLE_KEYS, *kwargs])}: {error}; add **extra for the keywords it ignores."
+            f"{', '.join([*SAMPLE_KEYS, *kwargs])}: {error}; {remedy}."
         ) from error
     return function

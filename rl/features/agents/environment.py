@@ -34,6 +34,14 @@ from rl.config.functions import load_function
 Messages = list[dict[str, Any]]
 RESERVED = ("reset", "step", "run", "score", "close", "list_tools", "call_tool", "done")
 """Public names of an environment's class that never become tools."""
+CALLED_WITH = {
+    "reset": "row",
+    "step": "text",
+    "run": "base_url, api_key, row",
+    "call_tool": "name, arguments",
+    "score": "messages",
+}
+"""Method of an environment -> the positional arguments of each call. `score` may have none."""
 VERL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 """Keys of a tool's entry in verl's tools_kwargs; the values below each key are settings of the tool."""
 
@@ -287,6 +295,21 @@ class LoadedEnvironment:
         return {name: tool.with_settings(entries.get(name) or {}) for name, tool in tools.items()}
 
 
+def _check_methods(cls: type, key: str) -> None:
+    """Raise ValueError if a method of the class does not accept the arguments of its calls."""
+    for name, wanted in CALLED_WITH.items():
+        method = inspect.getattr_static(cls, name, None)
+        if inspect.isfunction(method):
+            signature = inspect.signature(method)
+            given = [] if name == "score" and len(signature.parameters) == 1 else wanted.split(", ")
+            try:
+                signature.bind("self", *given)
+            except TypeError as error:
+                raise ValueError(
+                    f"{key}: {name}({wanted}) cannot be called ({error}); write def {name}(self, {wanted})."
+                ) from error
+
+
 def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
     """Import the class and the functions of a spec.
 
@@ -310,6 +333,7 @@ def load_environment(spec: EnvironmentSpec) -> LoadedEnvironment:
             raise ValueError(
                 f"{key} does not accept {spec.key}.kwargs={dict(spec.kwargs)}: {error}."
             ) from error
+        _check_methods(cls, key)
         if hasattr(cls, "prepare"):
             cls.prepare(**kwargs)
         has_tools = not hasattr(cls, "step") and not hasattr(cls, "run")

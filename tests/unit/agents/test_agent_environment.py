@@ -131,7 +131,17 @@ def untyped(x):
     """Take anything."""
 
 
+class ResetWithoutRow:
+    def reset(self): ...
+
+
+class ScoreOfTwo:
+    def score(self, messages, truth): ...
+
+
 UNUSABLE = rows(f"""
+    {__file__}:ResetWithoutRow => write def reset ;;
+    {__file__}:ScoreOfTwo => write def score ;;
     {GSM8K} kwargs={{"high": 1}} => does not accept agents.kwargs ;;
     {CALCULATE} => must name a class ;;
     tools=["{__file__}:undocumented"] => undocumented needs a docstring ;;

@@ -289,8 +289,9 @@ def test_a_truncated_distribution_with_its_mask_is_no_warning():
     assert check(config_with("rollout.top_k=20", "rollout.top_p=0.9", "rollout.min_p=0.05")) == []
 
 
-def test_validation_without_held_out_data_passes():
-    assert check(config_with("validation.every=5", "data.val=[]", "validation.samples_per_prompt=4")) == []
+def test_validation_without_held_out_data_is_a_warning():
+    (warning,) = check(config_with("validation.every=5", "data.val=[]", "validation.samples_per_prompt=4"))
+    assert warning.startswith("validation.every=5 measures nothing, because data.val is empty")
 
 
 # resolve
