@@ -34,7 +34,7 @@ def run(task: StageTask) -> None:
     overrides = (*toy_data(task), f"run.dir={output}", f"reward.function={ROOT}/{TASKS}:score")
     overrides += ("run.max_steps=100000", "checkpoint.every=2", "training.pp=2")
     size = task.size((), ("--gpus-per-node=0", "--ntasks-per-node=1"))
-    variables = {"LOCKSTEP_ROOT": str(ROOT), "RETRY_CRASHED": "1"}
+    variables = {"LOCKSTEP_ROOT": str(ROOT), "RETRY_CRASHED": "1", "MAX_ATTEMPTS": "9"}
     job = _said("sbatch", *size, *OPTIONS, "config.yaml", *overrides, cwd=directory, **variables).strip()
 
     def facts() -> dict[str, str]:
