@@ -141,7 +141,7 @@ DAMAGES |= {
     "weights pointer": (content(WEIGHTS, "version https://git-lfs"), f"{WEIGHTS} is damaged"),
     "weights directory": (no_file(WEIGHTS), f"{WEIGHTS} is not a file"),
     "weights dangling": (no_file(WEIGHTS, "/nowhere"), f"lacks {WEIGHTS}"),
-    "a file": (lambda d: (shutil.rmtree(d), d.write_text("")), "model is not a directory"),
+    "a file": (lambda d: (shutil.rmtree(d), d.write_text("")), "model is a file, but"),
 }
 for key in ("hidden_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "vocab_size"):
     for value in ("64", -2, 0, 1.5, [3], {}, True, float("nan"), 10**30):

@@ -63,7 +63,7 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
         check_points(config, points)
     values = flatten(config)
     for key, what in REQUIRED.items():
-        if not values[key]:
+        if not values[key] and not (key == "data.train" and config.run.mode in ("evaluate", "score_only")):
             raise ConfigError(f"{key} is empty, but a run needs it: set it to {what}.")
     for key, accepted in ranges_of(Config).items():
         if values[key] is not None and not accepted.accepts(values[key]):

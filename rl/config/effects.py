@@ -65,6 +65,11 @@ READ_WITH = [
         "reward.judge.path",
         VALIDATE,
     ),
+    (
+        "ground truths",
+        "data.ground_truth_key",
+        "leave it out; data.response_key names the column with the response to learn",
+    ),
     ("new scores", "reward.overlong_buffer_tokens", ""),
     ("reward.overlong_buffer_tokens", "reward.overlong_penalty", ""),
     ("reward.model.path", "reward.model.coef", ""),

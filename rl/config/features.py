@@ -136,6 +136,10 @@ NAMED = {
         "does not learn from samples",
     ),
     "scoring": algorithm(needs_reward, "scores no responses"),
+    "ground truths": algorithm(
+        lambda config: learns_from_samples(config) or needs_reward(config) or bool(config.data.curriculum),
+        "neither generates nor scores responses",
+    ),
     "new scores": algorithm(
         lambda config: "reward" in algorithm_of(config).needs and config.run.mode != "train_only",
         "does not learn from scores",

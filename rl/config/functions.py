@@ -1,14 +1,17 @@
 """Import of functions that a config names as `package.module:name` or `path/to/file.py:name`."""
 
+import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from rl.config.options import ConfigError, listed
 
 FORM = r".+:[A-Za-z_]\w*"
 """Regular expression for such a name."""
@@ -43,6 +46,22 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
             f"{key}={spec!r} must be callable, not a {type(found[name]).__name__}; name a function."
         )
     return found[name]
+
+
+def check_parameters(function: Callable[..., Any], accepted: Iterable[str], *, key: str) -> None:
+    """Raise ConfigError if the function has a positional parameter without a default that is not accepted.
+
+    key: the config key with its value, for the message.
+    """
+    known = sorted(accepted)
+    for name, own in inspect.signature(function).parameters.items():
+        if own.kind is own.POSITIONAL_OR_KEYWORD and own.default is own.empty and name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            remedy = f"did you mean {near[0]}?" if near else "name one of them, or write it after a *."
+            raise ConfigError(
+                f"{key} has the positional parameter {name}, but the program gives it only "
+                f"{listed(known, 'and')}; {remedy}"
+            )
 
 
 def companion(spec: str, name: str) -> Callable[..., Any] | None:

@@ -17,7 +17,9 @@ from rl.config.schema import (
     Config,
     algorithm_of,
     has_prediction_head,
+    learns,
     learns_from_data,
+    learns_from_samples,
     needs_engine,
     needs_reward,
     uses_teacher,
@@ -63,7 +65,8 @@ class Inputs:
     def __init__(self, config: Config, world_size: int):
         self.config = config
         needs = algorithm_of(config).needs
-        check_data_files(config.data.train, key="data.train")
+        if learns(config):
+            check_data_files(config.data.train, key="data.train")
         if validates(config):
             check_data_files(config.data.val, key="data.val")
         models = run_models(config)
@@ -100,22 +103,25 @@ class Inputs:
             self.judge_parser = load_function(judge.parser, key="reward.judge.parser")
         others = models.keys() & {"reward_model", "judge"}
         self.tokenizers = {name: load_tokenizer(models[name].path) for name in others}
-        if "pairs" in needs or "labels" in needs:
-            self.prompts: list = self._pairs(needs)
-        else:
-            self.prompts = self._prompts(
-                config.data.train, responses=learns_from_data(config), max_prompts=config.data.max_rows
-            )
+        self.prompts: list = []
+        """Rows of data.train. With run.mode=evaluate, which reads none, the rows of data.val."""
+        if learns(config):
+            self.prompts = self._pairs(needs) if {"pairs", "labels"} & {*needs} else self._training_prompts()
         if uses_teacher(config):
             check_sources(config, self.prompts)
-        self.order = load_order(config.data.curriculum) if config.data.curriculum else None
-        self.prompt_order()  # refuses a curriculum that returns no order
+        self.order = load_order(config.data.curriculum) if config.data.curriculum and learns(config) else None
         self.held_out: list[Prompt] = []
         if validates(config):
             self.held_out = self._prompts(
-                config.data.val, responses=config.validation.loss, max_prompts=config.validation.max_prompts
+                config.data.val,
+                responses=config.validation.loss,
+                max_prompts=config.validation.max_prompts,
+                ground_truth_key=config.data.ground_truth_key,
             )
-        for key, rows in {"data.train": self.prompts, "data.val": self.held_out}.items():
+        read = {"data.train": self.prompts, "data.val": self.held_out}
+        self.prompts = self.prompts if learns(config) else self.held_out
+        self.prompt_order()  # refuses a curriculum that returns no order
+        for key, rows in read.items():
             # Pairs have rules of their own.
             prompts = [row for row in rows if isinstance(row, Prompt)]
             check_rows(key, rows, self.tokenizer, own["vocab_size"])
@@ -131,7 +137,7 @@ class Inputs:
         data, seed = self.config.data, self.config.run.seed
         if self.order is not None:
             return CurriculumOrder(self.prompts, self.order, seed=seed)
-        if data.train_weights:
+        if data.train_weights and learns(self.config):
             files = np.array([prompt.source for prompt in self.prompts])
             sources = [np.flatnonzero(files == number) for number in range(len(data.train))]
             return MixedOrder(sources, data.train_weights, seed=seed, shuffle=data.shuffle)
@@ -210,7 +216,20 @@ class Inputs:
             f"reads: {reason}; use a checkpoint with the same tokenizer."
         )
 
-    def _prompts(self, files: list[str], *, responses: bool, max_prompts: int = 0) -> list[Prompt]:
+    def _training_prompts(self) -> list[Prompt]:
+        """Return the prompts of data.train. Their ground truths are read only if something uses them."""
+        config, data = self.config, self.config.data
+        uses_truths = learns_from_samples(config) or data.curriculum or config.algorithm.endswith(".py")
+        return self._prompts(
+            data.train,
+            responses=learns_from_data(config),
+            max_prompts=data.max_rows,
+            ground_truth_key=data.ground_truth_key if uses_truths else "",
+        )
+
+    def _prompts(
+        self, files: list[str], *, responses: bool, max_prompts: int, ground_truth_key: str
+    ) -> list[Prompt]:
         """Return the prompts, or conversations, of the files. responses: also read the data's responses."""
         data = self.config.data
         if data.messages_key:
@@ -232,7 +251,7 @@ class Inputs:
             prompt_key=data.prompt_key,
             max_prompt_tokens=data.max_prompt_tokens,
             overlong=data.overlong_prompts,
-            ground_truth_key=data.ground_truth_key,
+            ground_truth_key=ground_truth_key,
             response_key=data.response_key if responses else None,
             max_prompts=max_prompts,
             images=self._image_reader(),

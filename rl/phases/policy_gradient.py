@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from rl.checks.objective import check_objective
-from rl.config.functions import companion, load_function
+from rl.config.functions import check_parameters, companion, load_function
 from rl.config.options import ConfigError
-from rl.config.schema import Config
+from rl.config.schema import Config, Objective
 from rl.config.terms import AdaptiveEntropy
-from rl.data.batch import Batch
+from rl.data.batch import COLUMNS, Batch
 from rl.objectives import top_entropy
 from rl.objectives.aggregate import aggregate
 from rl.objectives.filtration import sample_weights
@@ -30,6 +30,15 @@ from rl.objectives.segments import expand
 from rl.training.logprobs import OUTPUTS
 from rl.training.loss import Loss, TokenSelection, Totals
 from rl.training.packing import MicroBatch
+
+
+def check_formulas(objective: Objective) -> None:
+    """Raise ConfigError if an advantage or a loss in a user's file reads what no batch has."""
+    of_loss = {name for name, column in COLUMNS.items() if column.in_loss} | {*OUTPUTS}
+    for name, accepted in {"advantage": {*COLUMNS, "score_details"}, "loss": of_loss}.items():
+        spec, key = getattr(objective, name), f"objective.{name}"
+        if ".py:" in spec:
+            check_parameters(load_function(spec, key=key), accepted | {"lengths"}, key=f"{key}={spec}")
 
 
 def advantages(batch: Batch, config: Config) -> Tensor:
@@ -122,6 +131,8 @@ def arguments(
     """
     found = {}
     for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
         is_key = parameter.kind is parameter.KEYWORD_ONLY
         value = given.get(name)
         if value is None:

@@ -23,6 +23,7 @@ from rl.faults.agreement import fail_together
 from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
+from rl.phases.policy_gradient import check_formulas
 from rl.run.changes import changes
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.run_log import RunLog, complete_metrics
@@ -47,6 +48,7 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     start_up.mark("Megatron")  # imported by this module
     with fail_together():
         algorithm = algorithms.load(config.algorithm)  # a user's file may raise anything
+        check_formulas(config.objective)
     leads = dist.get_rank() == 0
     progress = Progress(leads, name=config.run.name, max_steps=config.run.max_steps)
     status = watchdog.status

@@ -59,12 +59,13 @@ class RunLog:
                 self._digests = digests.DigestLog(config.run.dir)
         start_up.mark("record")
         step.progress.line(f"ready in {start_up.summary()}, run directory {config.run.dir}{resumed}")
-        if dist.get_rank() == 0 and (shared := num_shared(inputs.prompts, inputs.held_out)):
+        trains = dist.get_rank() == 0 and learns(config)
+        if trains and (shared := num_shared(inputs.prompts, inputs.held_out)):
             step.progress.line(
                 f"warning: data check: {shared} of {len(inputs.held_out)} prompts of data.val are in "
                 "data.train too, so validation does not measure what the policy generalises."
             )
-        if dist.get_rank() == 0 and (warning := warn_of_unlike_prompts(inputs.prompts, inputs.held_out)):
+        if trains and (warning := warn_of_unlike_prompts(inputs.prompts, inputs.held_out)):
             step.progress.line(warning)
 
     def store(self, collected: Batch, learned: Batch, weights: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def trained(toy, tmp_path_factory):
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_gives_the_metrics_of_the_run_bitwise(trained, ranks):
     config, steps = trained
-    train(ranks, config, EVALUATE, run=config.parent / "run")
+    train(ranks, config, EVALUATE, "data.train=[]", run=config.parent / "run")  # which it does not read
     found = records(config.parent / "run-eval")
     assert [step[STEP] for step in found] == [1, 2]
     assert [validation(step) for step in found] == [validation(step) for step in steps[1:]]

@@ -122,6 +122,19 @@ def test_all_keys_without_effect_are_named_at_once():
     )
 
 
+def test_a_run_that_only_reads_responses_has_no_ground_truths():
+    key = 'data.ground_truth_key="answer"'
+    said = error("sft", key)
+    assert said.startswith(f"{key} has no effect with algorithm=sft, which neither generates nor scores")
+    assert said.endswith("data.response_key names the column with the response to learn.")
+    assert "has no effect" in error("dpo", key) and error("spin", key) == error("distill", key) == ""
+    assert (
+        error("sft", key, "data.val=v", "validation.greedy=true")
+        == error("sft", key, "data.curriculum=o:f")
+        == ""
+    )
+
+
 SPLIT = ("roles.train=0-0", "roles.rollout=1-1")
 
 

@@ -8,7 +8,8 @@ from rl.config.declarations import read_formula
 from rl.config.options import ConfigError
 from rl.config.ranges import POSITIVE
 from rl.config.schema import ADVANTAGES, LOSSES, load_config
-from rl.phases.policy_gradient import policy_loss
+from rl.phases.policy_gradient import check_formulas, policy_loss
+from tests.each import each
 
 
 def test_names_follow_from_file_names():
@@ -96,3 +97,22 @@ def test_functions_of_a_file_anywhere_are_advantage_and_loss(tmp_path):
         load("objective.kwargs.size=1")
     with pytest.raises(ConfigError, match="must define a function other"):
         load(f"objective.loss={path}:other")
+
+
+@each(
+    "parameters, words",
+    [
+        ("logprobs, advantage, mask", "has the positional parameter advantage, .* did you mean advantages"),
+        ("logprobs, mask, coefficient_of_mine", "gives it only .*logprobs.* or write it after a \\*"),
+        ("logprobs, old_logprobs, advantages, mask, lengths, eps=1.0, *, seed, **more", ""),
+    ],
+)
+def test_an_unknown_column_is_named_before_the_run(tmp_path, parameters, words):
+    path = tmp_path / f"own{len(parameters)}.py"  # a file is run once per process
+    path.write_text(f"def mine({parameters}): ...\ndef half(rewards, groups, score_details): ...\n")
+    keys = [f"objective.loss={path}:mine", f"objective.advantage={path}:half"]
+    objective = load_config(None, ["model.path=m", "data.train=[d]", *keys]).objective
+    if not words:
+        return check_formulas(objective)
+    with pytest.raises(ConfigError, match=words):
+        check_formulas(objective)

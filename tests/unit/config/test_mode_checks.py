@@ -36,6 +36,15 @@ def test_a_replay_is_told_which_keys_it_does_not_read():
     )
 
 
+def test_an_evaluation_needs_no_training_data():
+    model, held_out = ["model.path=toy", "run.mode=evaluate"], "data.val=test.parquet"
+    assert check(load_config(None, [*model, held_out])) == []
+    with pytest.raises(ConfigError, match="run.mode=evaluate with an empty data.val has nothing to measure"):
+        check(load_config(None, model))
+    with pytest.raises(ConfigError, match="data.train is empty"):
+        check(load_config(None, [held_out, "model.path=toy"]))
+
+
 def test_train_only_needs_neither_engine_nor_reward():
     config = load_config(None, [*LEARN.split(), "data.val=[test.parquet]"])
     assert not needs_engine(config) and not needs_reward(config) and not validates(config)
