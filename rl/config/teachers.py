@@ -11,8 +11,9 @@ class Teacher:
     """Models from which the policy learns token by token, with algorithm=distill or beside a reward."""
 
     path: str = ""
-    """Hugging Face checkpoint of the teacher, a frozen model on the training grid with the policy's
-    vocabulary. Empty: the teachers of `sources`, or the policy itself by `self_taught`."""
+    """Hugging Face checkpoint of the teacher, a frozen model on the training grid. With another tokenizer
+    than the policy's, `advantage_coef` compares spans of text. Empty: the teachers of `sources`, or the
+    policy itself by `self_taught`."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Paths of further teachers by `data_source`. Prompts of other sources have the teacher of `path`;
     without one they are refused."""
@@ -42,8 +43,8 @@ class Teacher:
     gpu_memory_utilization: Annotated[float, FRACTION] = 0.2
     """teacher_share: fraction of a GPU's memory for that engine, which stays there. No effect on CPU."""
     advantage_coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Policy gradients: add this much of log(q / p) of each token to its advantage, with the policy p before
-    the step's updates. 0: no teacher."""
+    """Policy gradients: add this much of log(q / p) of each token (of its span of text, if the tokenizers
+    differ) to its advantage, with the policy p before the step's updates. 0: no teacher."""
 
     @property
     def paths(self) -> list[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
 
 from rl.config.adapter_checks import adapters_of
@@ -22,6 +23,7 @@ from rl.config.schema import (
     learns_from_samples,
     needs_engine,
     needs_reward,
+    needs_sampling_masks,
     uses_teacher,
     validates,
 )
@@ -83,8 +85,10 @@ class Inputs:
         ends = end_token_ids(config.model.path) | set(config.rollout.stop_token_ids)
         keep = config.reward.keep_special_tokens
         self.kept_ids = kept_ids(self.tokenizer, keep, ends, key="reward.keep_special_tokens")
+        self.other_tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+        """Tokenizers of the teachers that have another one than the policy, by path."""
         for model in on_grid:
-            if model.reads_tokens:
+            if model.reads_tokens and not (model.is_teacher and self._reads_text(model)):
                 self._same_tokens(model)
         served = [models["judge"].path] if "judge" in models else []
         if (draft := config.rollout.draft.path) and needs_engine(config):
@@ -109,6 +113,7 @@ class Inputs:
             self.prompts = self._pairs(needs) if {"pairs", "labels"} & {*needs} else self._training_prompts()
         if uses_teacher(config):
             check_sources(config, self.prompts)
+            self._check_templates()
         self.order = load_order(config.data.curriculum) if config.data.curriculum and learns(config) else None
         self.held_out: list[Prompt] = []
         if validates(config):
@@ -195,6 +200,35 @@ class Inputs:
                 "smaller number, or 0 for the whole vocabulary."
             )
 
+    def _check_templates(self) -> None:
+        """Raise ConfigError for a teacher with a tokenizer of its own that cannot render messages."""
+        for path, tokenizer in self.other_tokenizers.items():
+            if tokenizer.chat_template is None and any(prompt.messages for prompt in self.prompts):
+                raise ConfigError(
+                    f"teacher.path={path} has another tokenizer without a chat template, but prompts are "
+                    "messages; write the template to its chat_template.jinja."
+                )
+
+    def _reads_text(self, model: RunModel) -> bool:
+        """Return whether a teacher has another tokenizer and reads the text of single turns.
+
+        Raises ConfigError if its tokenizer cannot.
+        """
+        config, other = self.config, load_tokenizer(model.path)
+        compares_spans = "teacher" not in algorithm_of(config).needs
+        needs_ids = config.agents.is_on or config.data.image_key or needs_sampling_masks(config)
+        if not compares_spans or needs_ids or other.get_vocab() == self.tokenizer.get_vocab():
+            return False
+        for key, tokenizer in {"model.path": self.tokenizer, model.key: other}.items():
+            if not tokenizer.is_fast or tokenizer.eos_token_id is None:
+                raise ConfigError(
+                    f"{model.key}={model.path} has another tokenizer than the policy, so that texts are "
+                    f"aligned, but the tokenizer of {key} has no tokenizer.json or no eos_token; use a "
+                    "checkpoint with both."
+                )
+        self.other_tokenizers[model.path] = other
+        return True
+
     def _same_tokens(self, model: RunModel) -> None:
         """Raise ConfigError if a model that reads the policy's token ids has another vocabulary."""
         policy = self.config.model.path
@@ -213,7 +247,9 @@ class Inputs:
             return
         raise ConfigError(
             f"{model.key}={model.path} has another vocabulary than model.path={policy}, whose token ids it "
-            f"reads: {reason}; use a checkpoint with the same tokenizer."
+            f"reads: {reason}; use a checkpoint with the same tokenizer"
+            + ", or teacher.advantage_coef with single turns and the whole distribution" * model.is_teacher
+            + "."
         )
 
     def _training_prompts(self) -> list[Prompt]:

@@ -110,7 +110,9 @@ def make_phases(
         sampler=sampler,
         scorer=None if pool is None else Scorer(config, inputs, step.device, engines, pool),
         end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
-        make_teachers=None if teaching is None else partial(teaching, tokenizer=inputs.tokenizer),
+        make_teachers=None
+        if teaching is None
+        else partial(teaching, tokenizer=inputs.tokenizer, others=inputs.other_tokenizers),
     )
 
 

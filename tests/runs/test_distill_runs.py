@@ -1,10 +1,12 @@
 """Runs with teachers from the command line, with real engines."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests import bounds
 from tests.checkpoints import assert_same_checkpoint, save_qwen2, save_qwen2_classifier, save_tiny
@@ -15,7 +17,7 @@ from tests.runs.test_roles import ROLES
 from tests.spawn import ROOT
 from tests.toy import UNSCORED, train
 from tools.consumed import count
-from tools.make_toy import make_toy
+from tools.make_toy import build_model, build_tokenizer, make_toy
 
 FEEDBACK = """
 def score(prompt, response, ground_truth, **extra):
@@ -49,6 +51,33 @@ def test_a_teacher_equal_to_the_policy_gives_no_advantage(config, toy, feature):
     assert first["teacher/advantage_of_teacher/abs"] <= 0.5 * bounds.TOY_LOGPROB
     assert second["teacher/advantage_of_teacher/abs"] > first["teacher/advantage_of_teacher/abs"]
     assert first["teacher/advantage_of_reward/abs"] > 0.1
+
+
+def renumbered(model: Path, out: Path) -> Path:
+    """Copy a model whose tokens "1" and "7" have each other's ids: the same model of text."""
+    shutil.copytree(model, out)
+    tokenizer, weights = out / "tokenizer.json", load_file(out / "model.safetensors")
+    content = json.loads(tokenizer.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["1"], vocab["7"] = vocab["7"], vocab["1"]
+    tokenizer.write_text(json.dumps(content))
+    for name in [name for name in weights if name.endswith(("embed_tokens.weight", "lm_head.weight"))]:
+        rows = [vocab["7"], vocab["1"]]
+        weights[name][rows] = weights[name][rows[::-1]].clone()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_a_teacher_reads_the_text_in_its_own_tokens(config, toy, tmp_path):
+    coef = "teacher.advantage_coef=0.5"
+    same = renumbered(toy / "model", tmp_path / "same")
+    first, _ = train(2, config, f"teacher.path={same}", coef, "training.tp=2")
+    assert first["teacher/advantage_of_teacher/abs"] <= 0.5 * bounds.TOY_LOGPROB
+    words = build_tokenizer(words=["12", "+1", "00"])
+    words.save_pretrained(tmp_path / "words")
+    build_model(words, layers=2, intermediate=128).save_pretrained(tmp_path / "words")
+    for step in train(2, config, f"teacher.path={tmp_path}/words", coef, run=tmp_path / "second"):
+        assert 0.1 < step["teacher/advantage_of_teacher/abs"] < 100 and step["actor/grad_norm"] > 0
 
 
 def test_a_policy_teaches_itself_with_feedback(config, tmp_path):

@@ -1,6 +1,6 @@
 """Passes of the teachers: log-probs, distributions and responses of models from which the policy learns."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
 from rl.data.contexts import in_context
-from rl.data.prompts import Prompt
+from rl.data.prompts import Prompt, end_token_ids
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
 from rl.features.teachers.divergence import Targets, TeacherTargets, head_rows, top_k
+from rl.features.teachers.other_tokens import OtherReader, ReadBatch
 from rl.objectives.distillation import divergence_of, log_ratio_advantages
 from rl.phases.batch_metrics import token_mean
 from rl.phases.minibatches import MinibatchPlanner
@@ -33,6 +34,7 @@ class Teaching:
 
     Args:
         tokenizer: the policy's tokenizer; a self-taught policy reads its template with it.
+        others: tokenizers of the teachers that have another one, by path.
     """
 
     def __init__(
@@ -43,9 +45,19 @@ class Teaching:
         memory: MemorySharing,
         planner: MinibatchPlanner,
         tokenizer: PreTrainedTokenizerBase,
+        others: Mapping[str, PreTrainedTokenizerBase],
     ):
         self._config, self._step, self._engines = config, step, engines
         self._memory, self._planner, self._tokenizer = memory, planner, tokenizer
+        self._readers = {
+            path: OtherReader(
+                tokenizer,
+                other,
+                end_ids={tokenizer.eos_token_id, *end_token_ids(config.model.path)},
+                max_tokens=engines.teachers[path].weight_map.hf["max_position_embeddings"],
+            )
+            for path, other in others.items()
+        }
 
     def log_probs(self, batch: Batch) -> None:
         """Fill `teacher_logprobs`: log-prob of each token by the teacher of the sample's source.
@@ -60,6 +72,8 @@ class Teaching:
             for _, model, read, plan, context in self._lessons(batch):
                 with context:
                     (found,) = model.forward(read, [plan], ("logprobs",))
+                if isinstance(read, ReadBatch):
+                    found = read.in_policy_tokens(found, batch.column("old_logprobs"))
                 total += found
         batch.extra["teacher_logprobs"] = total
         self._step.metrics["teacher/logprob/mean"] = token_mean(total, batch.column("mask"))
@@ -160,8 +174,9 @@ class Teaching:
         for path, model in engines.teachers.items():
             own = [i for i in range(len(batch)) if paths[i] == path]
             if own:
-                plan = self._planner.plan_in_place(batch, batch, own)
-                yield number, model, batch, plan, self._memory.lent(model)
+                read = self._readers[path].read(batch, own) if path in self._readers else batch
+                plan = self._planner.plan_in_place(batch, read, own)
+                yield number, model, read, plan, self._memory.lent(model)
                 number += 1
 
     def _with_contexts(self, batch: Batch) -> Batch:
