@@ -57,6 +57,8 @@ MpiDefault=none
 ReturnToService=2
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2
 KillWait=10
+# longer than KillWait: slurmctld sends a kill again that was not answered, which ends the next start of a requeued job
+MessageTimeout=15
 SlurmdTimeout=10
 MinJobAge=3600
 PreemptType=preempt/partition_prio
