@@ -95,7 +95,7 @@ def megatron(config: Config, device, tp: int, pp: int) -> dict:
         draw=None,
         sampler=None,
         scorer=None,
-        make_teachers=partial(Teaching, tokenizer=build_tokenizer()),
+        make_teachers=partial(Teaching, tokenizer=build_tokenizer(), others={}),
     )
     step.begin(1)
     before = {name: tensor.clone() for name, tensor in engines.policy.full_weights()}
