@@ -43,7 +43,8 @@ def run(*command: str, given: str | None = None, errors: bool = False) -> str:
     except subprocess.TimeoutExpired:
         raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S} s; is the scheduler up?") from None
     if done.returncode:
-        raise SlurmError(f"{' '.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
+        reason = "; ".join((done.stderr.strip() or done.stdout.strip()).splitlines())
+        raise SlurmError(f"{' '.join(command)} failed: {reason}")
     return done.stderr if errors else done.stdout
 
 
