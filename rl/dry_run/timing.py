@@ -185,8 +185,8 @@ def training_pass(
     messages = layers * _layer_messages(model, layout, own, itemsize, hardware, passes, forward, backward)
     if layout.cp > 1:
         gathered = gathered_bytes(model, layout, tokens, itemsize) * model.num_layers / layout.pp
-        gathered *= _gathers(config, per_parameter)
-        number = _gathers(config, per_parameter) * layers * passes
+        gathered *= _gathers(config, model, per_parameter)
+        number = _gathers(config, model, per_parameter) * layers * passes
         messages += hardware.exchange_seconds(gathered, layout.cp, layout.tp, number)
     if layout.pp > 1:
         # A chunk of layers receives its tokens and, in a backward pass, their gradients.
@@ -279,6 +279,9 @@ def idle_share(config: Config, layout: Layout, lengths: Lengths) -> float:
     return (layout.pp - 1) / (layout.vpp * num_micro_batches(config, layout, lengths.total))
 
 
-def _gathers(config: Config, per_parameter: float) -> float:
+def _gathers(config: Config, model: ModelShape, per_parameter: float) -> float:
     """Return the number of gathers and scatters of keys and values per layer in a pass."""
-    return 1 if per_parameter == 2 else 2 + attention_again(config.training)
+    again = attention_again(config.training)
+    if config.training.recompute == "selective" and model.hf.get("kv_lora_rank"):
+        again = 0.0  # latents are gathered before the attention that is computed again
+    return 1 if per_parameter == 2 else 2 + again

@@ -56,6 +56,8 @@ def model_of(checkpoint: Path) -> ModelShape:
 def test_counted_bytes_are_received_and_allocated(tmp_path, name):
     checkpoint = save_tiny(name, tmp_path / "model", seed=0)
     model, peaks = model_of(checkpoint), {}
+    # MLA's latents are gathered before the attention that core_attn computes again.
+    again = {"none": 0, "full": 1, "selective": int("kv_lora_rank" not in model.hf)}
     for world_size, cases in CASES.items():
         run_ranks(world_size, WORKER, checkpoint, tmp_path, TOKENS, *cases, timeout=300)
         for case in cases:
@@ -68,7 +70,7 @@ def test_counted_bytes_are_received_and_allocated(tmp_path, name):
                 stage = rank // (world_size // layout.pp)
                 layers = stage_layers(model.num_layers, layout.pp)[stage]
                 once = layers * gathered_bytes(model, layout, TOKENS, itemsize=4)
-                assert found["forward"] == once * (1 + (config.training.recompute != "none")), (case, rank)
+                assert found["forward"] == once * (1 + again[config.training.recompute]), (case, rank)
                 assert found["backward"] == once, (case, rank)
                 counted = memory.stages[stage].activations + memory.stages[stage].head
                 assert 0.8 * counted <= found["peak"] <= 1.2 * counted, (case, rank, counted, found["peak"])
