@@ -198,7 +198,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="rows; all if none is given")
     parser.add_argument("--steps", type=int, default=3, help="steps of each row (3)")
     parser.add_argument("--out", type=Path, help="directory of the runs; the default is removed at the end")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if unknown := set(args.names) - set(ROWS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     with tempfile.TemporaryDirectory(prefix="real-model-") as directory:
