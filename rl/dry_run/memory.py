@@ -574,9 +574,7 @@ def layer_elements(
     """
     tp, shared, experts = layout.tp, 0.0, 0.0
     cut_in = tp if layout.sequence_parallel else 1
-    for weight in (part.weight for part in model.parts):
-        if weight.layer != layer or len(weight.shapes[0]) < 2:
-            continue
+    for weight in model.matrices.get(layer, ()):
         rows, columns = sum(shape[0] for shape in weight.shapes), weight.shapes[0][1]
         if not parts.holds(weight):
             is_input = "linear_fc1" in weight.megatron and columns == model.hf["hidden_size"]
@@ -617,9 +615,7 @@ def unfused_elements(
     """
     cut_in, hidden = layout.tp if layout.sequence_parallel else 1, model.hf["hidden_size"]
     found = (2 if itemsize == 4 else 6) * hidden / cut_in
-    for weight in (part.weight for part in model.parts):
-        if weight.layer != layer or len(weight.shapes[0]) < 2 or not parts.holds(weight):
-            continue
+    for weight in filter(parts.holds, model.matrices.get(layer, ())):
         rows = sum(shape[0] for shape in weight.shapes)
         if "linear_fc1" in weight.megatron and len(weight.shapes) == 2:
             found += rows / layout.tp * (1 if weight.expert is None else model.experts_per_token)

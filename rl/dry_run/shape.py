@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,10 +61,19 @@ class ModelShape:
     def experts_per_token(self) -> int:
         return self.hf.get("num_experts_per_tok", 0)
 
-    @property
+    @functools.cached_property
     def has_head(self) -> bool:
         """Whether it is a language model, not a value model."""
         return not any(weight.hf == ("score.weight",) for weight in self.weights)
+
+    @functools.cached_property
+    def matrices(self) -> dict[int | None, list[Weight]]:
+        """Layer -> its weights with two dimensions or more."""
+        found = defaultdict[int | None, list[Weight]](list)
+        for weight in (part.weight for part in self.parts):
+            if len(weight.shapes[0]) >= 2:
+                found[weight.layer].append(weight)
+        return found
 
     @property
     def parameters(self) -> int:
