@@ -100,9 +100,7 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
             export_adapter = wing.door_of("adapters", "export", needed_by="--adapter")
             export_adapter(policy, config.model.path, args.out)
         else:
-            export_hf(
-                policy, config.model.path, args.out, check=partial(wrong_export, policy, config.model.path)
-            )
+            export_hf(policy, config.model.path, args.out, check=partial(wrong_export, policy))
         if ranks.rank == 0:
             kind = "the adapters" if args.adapter else "a Hugging Face checkpoint"
             print(f"wrote {args.out}, {kind} of step {saved.step}")

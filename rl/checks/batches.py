@@ -1,9 +1,7 @@
 """Checks of a batch between phases. They find errors that no phase notices, but with which a run learns less.
 
-A check compares a result with a second source. For example, `check_endings` compares the label `truncated` of
-a response with its last token. A check costs about as much as one pass over a token column on the host. A
-statistical check ends a healthy run with a probability of at most RISK per step, for every model and dtype.
-docs/checks.md lists all checks.
+For example, `check_endings` compares the label `truncated` of a response with its last token. A check costs
+about as much as one pass over a token column on the host. docs/checks.md lists all checks.
 
 Every function is pure and every rank has the same batch. Therefore CheckFailed is raised on every rank.
 """
@@ -16,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rl.config.correction import RolloutCorrection
 from rl.data.batch import Batch, segment_counts
@@ -25,17 +22,9 @@ from rl.objectives.log_ratio import MAX_LOG_RATIO
 from rl.objectives.segments import segment_sum
 
 RISK = 1e-12
-"""Maximum probability that a statistical check ends a healthy run at one step."""
-SLACK = 1e-3
-"""Evidence per token that `check_likelihoods` tolerates, in nats."""
+"""Maximum probability that a statistical check ends a healthy run at one step, for every model and dtype."""
 RATIO_ERROR = 0.01
 """Relative rounding error of the ratio of a long sample."""
-MAX_FAILED_SHARE = 0.05
-"""Share of failed trajectories in one call of the engine above which a warning is logged."""
-
-
-class AllTrajectoriesFailed(Exception):
-    """Raised if environments failed so often that no group of a call has enough trajectories."""
 
 
 class CheckFailed(RuntimeError):
@@ -96,11 +85,7 @@ def check_digests(batch: Batch) -> None:
 
 
 def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[int]:
-    """Check that no seed was used twice, in this call or in an earlier call. Return the seeds.
-
-    Samples with equal seeds are drawn with equal random numbers. If their prompts differ, comparing their
-    tokens cannot show this error.
-    """
+    """Check that no seed was used twice, in this call or in an earlier call. Return the seeds."""
     if batch.seeds is None:
         return frozenset()
     whole = batch.merge_rows()
@@ -167,11 +152,8 @@ def check_endings(
 ) -> None:
     """Check that every response ends at its first stop token, or is truncated at the length limit.
 
-    max_tokens: length limit; None if samples may have different limits. stop_ids: ids at which the engine
-        must
-    stop. ends_at_text: whether the engine may also stop at stop strings.
-
-    Responses with environments are not checked, because their budgets differ.
+    max_tokens: length limit; None if samples may have different limits. ends_at_text: whether the engine may
+    also stop at stop strings. Responses with environments are not checked, because their budgets differ.
     """
     if batch.turns is not None or not len(batch):
         return
@@ -197,71 +179,8 @@ def check_endings(
             )
 
 
-def check_duplicates(batch: Batch) -> None:
-    """Check that samples of the same prompt are equal no more often than chance explains.
-
-    Sample j of N equals a given earlier sample of its group with a probability of at most p_j, which follows
-    from the engine's log-probs. Let S be the sum of max(0, -log p_j - log N) over the samples that equal an
-    earlier sample. The expectation of exp(S) is at most exp(G / 2) for groups of G samples, so P(S >= s) <=
-    exp(G / 2 - s) by Markov's inequality.
-    """
-    if batch.rollout_logprobs is None or batch.mask is None:
-        return
-    samples = batch.merge_rows()
-    logprobs = torch.where(batch.mask > 0, batch.rollout_logprobs, 0.0).double()
-    surprise = -segment_sum(logprobs, samples.lengths) - math.log(max(len(samples), 1))
-    first: dict[tuple[int, bytes], int] = {}
-    pairs = []
-    for sample, (group, ids) in enumerate(zip(samples.groups.tolist(), samples.response_ids, strict=True)):
-        earlier = first.setdefault((group, ids.tobytes()), sample)
-        if earlier != sample:
-            pairs.append((earlier, sample))
-    evidence = float(surprise[[j for _, j in pairs]].clamp(min=0).sum()) if pairs else 0.0
-    largest = int(torch.bincount(samples.groups).max()) if len(samples) else 0
-    if evidence > largest / 2 - math.log(RISK):
-        raise CheckFailed(
-            f"duplicates check: {len(pairs)} of {len(samples)} samples equal an earlier sample of their "
-            f"prompt, first {place(samples, pairs[0][0])} and sample {pairs[0][1]}; by chance the "
-            f"probability is below {RISK:g}. They share a seed, or the engine samples greedily."
-        )
-
-
-def check_likelihoods(batch: Batch, logprobs: Tensor, *, name: str, version: int | None = None) -> None:
-    """Check that log-probs [T] belong to the sampled tokens.
-
-    The engine sampled token x_t from q_t and reported log q_t(x_t). For every distribution p_t that was fixed
-    before x_t was drawn, the expectation of r_t = p_t(x_t) / q_t(x_t) is at most 1. The product of (1 + r_t)
-    / 2 over all tokens therefore has an expectation of at most 1, too. By Markov's inequality the product
-    exceeds 1 / RISK with a probability of at most RISK. Wrong log-probs exceed this bound after some hundred
-    tokens, for example log-probs of other tokens, log-probs in another base, or log-probs of a distribution
-    that was not sampled from. SLACK allows for rounding, and for algorithms that select groups by their
-    results.
-
-    version: version of the weights whose tokens are compared; None compares all tokens. The bound does not
-        hold for tokens of older weights that were selected by their results, because the policy has since
-        become more likely to give such results.
-    """
-    if batch.rollout_logprobs is None or batch.mask is None:
-        return
-    counted = batch.mask > 0
-    if version is not None and batch.weight_versions is not None:
-        counted &= batch.weight_versions == version
-    gaps = (logprobs - batch.rollout_logprobs)[counted].double()
-    evidence = float((torch.nn.functional.softplus(gaps) - math.log(2)).sum())
-    if not evidence <= -math.log(RISK) + SLACK * len(gaps):
-        raise CheckFailed(
-            f"likelihood check: {name} / rollout probability of {len(gaps)} sampled tokens is larger than "
-            f"chance explains (evidence {evidence:.4g} nats, probability below {RISK:g}): the log-probs are "
-            "of other tokens or another batch, in another base, or not of the distribution sampled from."
-        )
-
-
 def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
-    """Return a warning if every sample has the same score; "" otherwise.
-
-    A broken reward function gives such scores, for example if it returns 0 for every response. A task that is
-    too hard or too easy does so, too. Therefore the run continues. There is no warning if all samples of a
-    group had this score in many earlier groups of the run.
+    """Return a warning if every sample has the same score, and few earlier groups had it; "" otherwise.
 
     history: number of groups so far by the score that all their samples had, and under "differs" the number
         of groups with several scores. The groups of the batch are added to it.
@@ -279,29 +198,6 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
         f"warning: score check: all {len(batch)} samples have the score {value:g}"
         + (f", as only {history[value] - len(groups)} of {total} groups before" if total else "")
         + "; no advantage differs from 0. Does the reward function work?"
-    )
-
-
-def describe_failures(counts: Counter[str]) -> str:
-    """Return text such as 'error 3, time 1': the number of failed trajectories by cause."""
-    found = {name.removeprefix("failures/"): n for name, n in counts.items() if name.startswith("failures/")}
-    return ", ".join(f"{cause} {number}" for cause, number in sorted(found.items()))
-
-
-def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
-    """Return a warning if more than MAX_FAILED_SHARE of a call's trajectories failed; "" otherwise.
-
-    counts: as in `describe_failures`. A trajectory that failed and was sampled again counts twice.
-    """
-    failed = sum(number for name, number in counts.items() if name.startswith("failures/"))
-    total = failed + counts["succeeded"]
-    if failed <= MAX_FAILED_SHARE * total:
-        return ""
-    effect = "count as wrong" if counts_as_wrong else "are treated according to agents.on_failure"
-    return (
-        f"warning: {failed} of {total} trajectories ({failed / total:.0%}) failed "
-        f"({describe_failures(counts)}) and {effect}. An environment that fails because of what the policy "
-        "does biases the run; the log has the reasons."
     )
 
 
@@ -337,11 +233,7 @@ def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:
 
 
 def check_informative(batch: Batch) -> None:
-    """Check that the samples of each group do not all have the same score, as dynamic sampling promises.
-
-    Their rewards and advantages may be equal all the same. For example, a length penalty may cancel a better
-    score.
-    """
+    """Check that the samples of each group do not all have the same score, as dynamic sampling promises."""
     if batch.scores is None or not len(batch):
         return
     size = int(batch.groups.max()) + 1

@@ -5,7 +5,7 @@ For example, `Checks.generated` runs after the samples were generated. docs/chec
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -14,30 +14,28 @@ from torch import Tensor
 from rl.checks.advantages import check_advantages
 from rl.checks.batches import (
     check_digests,
-    check_duplicates,
     check_endings,
     check_groups,
     check_held_out,
     check_informative,
-    check_likelihoods,
     check_order,
     check_seeds,
 )
+from rl.checks.causes import cause_of
+from rl.checks.entropy import ENTROPY_SLACK, DrawnEntropy
 from rl.checks.logprobs import (
     FP8_FACTOR,
     check_engine,
     check_equal,
-    check_moved,
     check_reference,
     present_tokens,
     rounding_limit,
 )
-from rl.checks.noise import ENTROPY_SLACK, Direction, DrawnEntropy, Gaps
 from rl.checks.reference import ReferencePass
 from rl.checks.rounding import RoundingNoise
 from rl.checks.sampling import check_sampling
 from rl.checks.slope import SlopeCheck
-from rl.checks.staleness import check_present
+from rl.checks.staleness import check_staleness
 from rl.checks.updates import LearningRates, UpdateChecks, WrongLearningRate, check_coverage
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
@@ -92,18 +90,13 @@ class Checks:
         # Whether samples enter the batch because of their results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         self._slope = SlopeCheck(policy)
-        self._entropy, self.gaps = DrawnEntropy(weights.hf["vocab_size"]), Gaps()
-        self._direction = Direction()
+        self._entropy = DrawnEntropy(weights.hf["vocab_size"])
         self._references: dict[TrainingEngine, ReferencePass] = {}
-        self._updates: UpdateChecks | None = None
-        """Those of the policy's last step in this start."""
-        self._has_moved = False
-        """Whether an earlier step of this start has moved the policy's weights."""
         self._checked_losses: set[str] = set()
         """Losses whose gradient was checked already in this process (`rl.checks.objective`)."""
 
     def generated(self, batch: Batch, *, limits_vary: bool) -> None:
-        """Check groups, endings and duplicates of the policy's samples.
+        """Check groups, endings, sampling parameters and seeds of the policy's samples.
 
         They are checked here and not before the update, because an algorithm may learn from only some samples
         of a group. limits_vary: whether the samples may have been generated with different length limits.
@@ -113,7 +106,6 @@ class Checks:
             check_sampling(batch, self._config, "training")
         self._samples(batch, rollout.samples_per_prompt, limits_vary=limits_vary)
         if rollout.temperature:
-            check_duplicates(batch)
             self._seeds.append(check_seeds(batch, self._seeds))
 
     def validated(
@@ -126,7 +118,7 @@ class Checks:
         """
         check_held_out(prompts, self._config.data.val)
         check_sampling(batch, self._config, "greedy" if is_greedy else "validation")
-        check_present(batch, self._policy.version)
+        check_staleness(batch, self._policy.version, 0)
         self._samples(batch, samples_per_prompt)
         check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
         check_digests(batch)
@@ -134,7 +126,7 @@ class Checks:
     def greedy(self, batch: Batch) -> None:
         """Check the greedy responses of a step."""
         check_sampling(batch, self._config, "greedy")
-        check_present(batch, self._policy.version)
+        check_staleness(batch, self._policy.version, 0)
         self._samples(batch, 1)
 
     def _samples(self, batch: Batch, samples_per_prompt: int, *, limits_vary: bool = False) -> None:
@@ -155,30 +147,26 @@ class Checks:
         plans: the mini-batches, from which the data parallel rank of a sample is known. entropy: entropy of
             the policy at each token, float32 [T]; None if it is unknown.
         """
-        config, found, selects = self._config, {}, self._selects
-        is_replay = config.run.mode == "train_only"  # the policy may have learned from these tokens
+        config, is_replay = self._config, self._config.run.mode == "train_only"
+        found: dict[str, float] = {}
         if reference:
-            # If the batch is a selected subset, the ratios of the tokens that are missing may be smaller.
-            is_whole = not (selects or config.roles.is_on or config.rollout_correction.rejections)
-            if is_whole and not is_replay:
-                check_likelihoods(batch, batch.column("ref_logprobs"), name="reference policy")
+            assert batch.ref_logprobs is not None
+            self._unmoved(batch)
+            self.reference_of(self._policy).check(batch, batch.ref_logprobs)
         else:
-            if not is_replay:
-                version = self._policy.version if selects else None
-                check_likelihoods(batch, batch.column("old_logprobs"), name="old policy", version=version)
             if config.model.numerics == "bitwise" and batch.rollout_logprobs is not None:
                 replayed = config.run.rollouts if is_replay else ""
                 check_equal(
                     batch, batch.column("old_logprobs"), self._policy.version, plans, replayed=replayed
                 )
             found = self._against_engine(batch, plans, entropy)
-        if not is_replay:
-            self._along_reference(batch)
-        if self.noise is not None and not reference:  # last: the others name the cause better
-            self._gap(batch, plans, noise=self.noise.limit)
-        if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
-            check_reference(batch, limit=self._limit)
+            self._unmoved(batch)
         return found
+
+    def _unmoved(self, batch: Batch) -> None:
+        """Compare policy and reference as long as the policy has not learned."""
+        if self._limit and self._policy.version == 0 and not self._config.rollout_correction.bypass:
+            check_reference(batch, limit=self._limit)
 
     def before_update(
         self,
@@ -199,21 +187,16 @@ class Checks:
         the mini-batches. is_first, size: see `UpdateChecks`.
         """
         check_digests(batch)
-        if name == "policy":
-            self._objective(batch, loss)
-            noise = None if self.noise is None else self.noise.noise
-            self._slope.check(batch, plans[0], noise=noise)
-        self._check_schedule(name, model, schedule)
         check_coverage(batch, [[i for rank in plan for micro in rank for i in micro] for plan in plans])
+        self._check_schedule(name, model, schedule)
         self.rates.check(name, schedule, step)
         columns = {"policy": batch.ref_logprobs, "implicit_reward": batch.extra.get("implicit_ref_logprobs")}
         if (logprobs := columns.get(name)) is not None:
             self.reference_of(model).check(batch, logprobs)
-        updates = UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
         if name == "policy":
-            self._has_moved |= self._updates is not None and self._updates.has_moved
-            self._updates = updates
-        return updates
+            self._objective(batch, loss)
+            self._slope.check(batch, plans[0], noise=None if self.noise is None else self.noise.noise)
+        return UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
 
     def _check_schedule(self, name: str, model: TrainingEngine, schedule: RateSchedule) -> None:
         """Raise WrongLearningRate if a model learns by another model's schedule or optimizer section."""
@@ -253,14 +236,6 @@ class Checks:
             if belonging.optimizer is not None:
                 self.weights(other, belonging)
 
-    def warnings(self, metrics: Mapping[str, float]) -> list[str]:
-        """Return warnings about the difference between engine and trainer in a step's metrics."""
-        gap = metrics.get("training/logprob_gap")
-        if gap is None:
-            return []
-        found = [self.gaps.jump(gap), self.noise.warning(gap) if self.noise is not None else ""]
-        return [warning for warning in found if warning]
-
     def sampled_now(self, batch: Batch) -> Tensor | None:
         """Return the tokens at which trainer and engine must agree, bool [T]; None if nothing is compared."""
         config, rollout = self._config, self._config.rollout
@@ -275,55 +250,30 @@ class Checks:
         whole = keeps_cache or config.training.router_replay == "engine"
         return present_tokens(batch, self._policy.version, whole=whole)
 
-    def _along_reference(self, batch: Batch) -> None:
-        """Run `Direction.check` as soon as both the old and the reference log-probs are known."""
-        columns = batch.old_logprobs, batch.ref_logprobs, batch.rollout_logprobs
-        # The only update of a step may fill `old_logprobs`, which are of the weights before it.
-        last = self._updates if self._updates is not None and self._updates.batch is not batch else None
-        if self._has_moved or (last is not None and last.has_moved):
-            check_moved(batch)
-        if self._limit and all(column is not None for column in columns):
-            version = self._policy.version
-            self._direction.check(batch, present_tokens(batch, version, whole=True), version=version)
-
     def _against_engine(
         self, batch: Batch, plans: list[MicroBatchPlan], entropy: Tensor | None
     ) -> dict[str, float]:
         """Compare the policy's log-probs with the engine's, where they must be equal."""
-        counted, rollout = self.sampled_now(batch), self._config.rollout
+        counted, policy = self.sampled_now(batch), self._policy
         if counted is None:
             return {}
-        ranks = self._samples_of_ranks(plans)
-        found = self._gap(batch, plans)
-        if entropy is not None and rollout.temperature and not self._selects:
-            self._entropy.check(batch, entropy, counted, slack=self._engine_limit / ENTROPY_SLACK)
-        of_ranks = {"trained on": torch.zeros(len(batch), dtype=torch.int64)}
-        for rank, members in enumerate(ranks):
-            of_ranks["trained on"][members] = rank
-        if batch.generated_by is not None:
-            of_ranks["generated"] = batch.generated_by
-        self.gaps.check(batch, counted, of_ranks, limit=self._engine_limit)
-        self.gaps.check_positions(batch, counted, limit=self._engine_limit)
-        return found
 
-    def _samples_of_ranks(self, plans: list[MicroBatchPlan]) -> list[list[int]]:
-        return [[i for p in plans for micro in p[r] for i in micro] for r in range(self._policy.grid.dp)]
+        def explain(limit: float) -> str:
+            return f"{what_is_equal(policy)}. {cause_of(policy, batch, plans, counted, limit=limit)}"
 
-    def _gap(self, batch: Batch, plans: list[MicroBatchPlan], *, noise: float = math.inf) -> dict[str, float]:
-        """Check the mean difference of the log-probs. noise: see `check_engine`."""
-        counted = self.sampled_now(batch)
-        if counted is None:
-            return {}
-        return check_engine(
+        found = check_engine(
             batch,
             batch.column("old_logprobs"),
             counted,
             limit=self._engine_limit,
-            noise=noise,
-            routes=self._policy.weight_map.placement.num_experts > 0,
-            ranks=self._samples_of_ranks(plans),
-            weights=what_is_equal(self._policy),
+            noise=math.inf if self.noise is None else self.noise.limit,
+            routes=policy.weight_map.placement.num_experts > 0,
+            ranks=[[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)],
+            explain=explain,
         )
+        if entropy is not None and self._config.rollout.temperature and not self._selects:
+            self._entropy.check(batch, entropy, counted, slack=self._engine_limit / ENTROPY_SLACK)
+        return found
 
     def _objective(self, batch: Batch, loss: Loss) -> None:
         """Check the advantages of a shipped algorithm, and, once after each start of the run, the gradient of

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from itertools import zip_longest
 
+import torch
 from torch import Tensor
 
 from rl.data.batch import Batch
@@ -43,3 +44,15 @@ def only(plan: MicroBatchPlan, few: list[list[int]], *, multiple: int) -> MicroB
 def tokens_of(plan: MicroBatchPlan, batch: Batch) -> Tensor:
     """Return the indices of all response tokens of a plan, int64 [n]."""
     return batch.tokens_of(sorted(i for micros in plan for micro in micros for i in micro))
+
+
+def shortened(batch: Batch, samples: list[int], limit: int) -> Batch:
+    """Return samples with the last `limit` tokens of their prompts and the first ones of their responses."""
+    masks = [batch.mask[batch.offsets[i] : batch.offsets[i + 1]][:limit] for i in samples]
+    return Batch(
+        prompt_ids=[batch.prompt_ids[i][-limit:] for i in samples],
+        response_ids=[batch.response_ids[i][:limit] for i in samples],
+        groups=batch.groups[samples].unique(return_inverse=True)[1],
+        truncated=batch.truncated[samples],
+        mask=torch.cat(masks) if masks else batch.mask[:0],
+    )

@@ -19,7 +19,7 @@ from rl.config.schema import Config, Data
 from rl.data.batch import Batch
 from rl.data.completeness import SWITCH
 from rl.data.prompts import AGENT_COLUMNS, GROUND_TRUTH, Prompt
-from rl.data.reading import FileRow, read_row
+from rl.data.reading import FileRow, read_row, row_bytes
 from rl.data.rendering import check_rendering
 from rl.data.special_tokens import special_ids
 from rl.faults.agreement import fail_together
@@ -33,8 +33,10 @@ REPEATS = 8
 """Calls on each of two ranks by which a function that returns other scores for equal arguments is told from
 one whose workers differ between ranks."""
 NUM_COMPARED = 8
-"""Samples of each rank and step whose arguments are rendered again. A row of a parquet file needs its whole
-row group."""
+"""Samples of each rank and step whose arguments are rendered again, if their rows are cheap to read."""
+READ_BYTES = 8 << 20
+"""Mean number of bytes of files that a rank decodes in a step for these comparisons, some 20 ms. For example,
+rows of a row group of 200 MB are compared in every 12th step."""
 
 
 Answers = dict[int, tuple[dict, Score]]
@@ -71,6 +73,7 @@ class Grades:
         theirs: the samples that the next rank scores. Empty if there are none, or if the function is random.
         """
         chosen = theirs[batch.fingerprint % len(theirs) :][:1] if theirs and self._is_repeatable else []
+        chosen = [sample for sample in chosen if self._arguments.affords(batch, sample)]
         return {sample: self._arguments.of(batch, sample) for sample in chosen}
 
     def record(self, answers: Answers, again: Answers) -> None:
@@ -164,6 +167,17 @@ class Arguments:
     def __init__(self, data: Data, tokenizer: PreTrainedTokenizerBase, kept: Collection[int]):
         self._data, self._tokenizer = data, tokenizer
         self._dropped = sorted(special_ids(tokenizer) - set(kept))
+        self._credit = READ_BYTES
+        """Bytes that may still be read."""
+
+    def affords(self, batch: Batch, sample: int) -> bool:
+        """Return whether the row of a sample may be read now, and then count its bytes."""
+        place = batch.prompts[int(batch.groups[sample])].place
+        cost = row_bytes(place) if place else 0
+        if cost > self._credit:
+            return False
+        self._credit -= cost
+        return True
 
     def of(self, batch: Batch, sample: int) -> dict[str, Any]:
         """Return the arguments for a sample. A prompt that is of no file keeps its own fields."""
@@ -192,11 +206,12 @@ class Arguments:
     def check(self, batch: Batch, given: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise CheckFailed if a reward function got other arguments than those of the sample and its row.
 
-        given: the arguments that this rank sent, by sample. About NUM_COMPARED of them are compared, in each
-        batch others.
+        given: the arguments that this rank sent, by sample. At most about NUM_COMPARED of them are compared,
+        in each batch others.
         """
         every = max(1, len(given) // NUM_COMPARED)
-        chosen = sorted(given)[batch.fingerprint % every :: every]
+        self._credit += READ_BYTES
+        chosen = [i for i in sorted(given)[batch.fingerprint % every :: every] if self.affords(batch, i)]
         for sample in chosen:
             again = self.of(batch, sample)
             for name, value in given[sample].items():

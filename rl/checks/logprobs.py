@@ -1,5 +1,6 @@
 """Compares log-probs of engine, trainer and reference. If all are right, they differ only by rounding."""
 
+from collections.abc import Callable
 from math import inf, sqrt
 
 import torch
@@ -14,8 +15,6 @@ PRODUCTS_PER_LAYER = 6
 MLP."""
 SLACK = 4
 """Factor for the tail of the distribution of a sum of rounding errors."""
-NUM_EQUAL = 32
-"""Number of tokens whose log-probs do not stay equal by chance after an update that moved weights."""
 FP8_FACTOR = 4
 """Factor by which the limit grows if the engine's weights are in FP8. The relative error of an element is
 then at most 2^-4, and 2.5 % as a root mean square. If the activations are rounded, too, the error of a
@@ -60,17 +59,6 @@ def present_tokens(batch: Batch, version: int, *, whole: bool) -> Tensor:
     return counted
 
 
-def sample_gaps(batch: Batch, logprobs: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each sample the sum of the differences from the engine's log-probs, and the number of
-    tokens.
-
-    Both are float64 [N]. logprobs: log-probs of the trainer, float32 [T]. counted: the compared tokens, bool
-    [T].
-    """
-    gaps = torch.where(counted, (logprobs - batch.column("rollout_logprobs")).abs().double(), 0.0)
-    return segment_sum(gaps, batch.lengths), segment_sum(counted.double(), batch.lengths)
-
-
 def check_engine(
     batch: Batch,
     logprobs: Tensor,
@@ -80,7 +68,7 @@ def check_engine(
     noise: float = inf,
     routes: bool,
     ranks: list[list[int]],
-    weights: str,
+    explain: Callable[[float], str] = lambda limit: "",
 ) -> dict[str, float]:
     """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
 
@@ -95,22 +83,22 @@ def check_engine(
         routes: whether the model routes tokens to experts. If so, the sample with the largest difference is
             left out, because a rounding error may route one of its tokens to another expert.
         ranks: the samples of each data parallel rank of the trainer, for the message.
-        weights: sentence about the weights that were compared, for the message
-            (`rl.refit.refit.what_is_equal`).
+        explain: function of the limit, in nats, that returns sentences about the cause for the message.
     """
-    by_sample, counts = sample_gaps(batch, logprobs, counted)
+    engines = batch.column("rollout_logprobs")
+    gaps = torch.where(counted, (logprobs - engines).abs().double(), 0.0)
+    by_sample, counts = segment_sum(gaps, batch.lengths), segment_sum(counted.double(), batch.lengths)
     kept = counts > 0
     if routes and kept.sum() > 1:
         kept[int((by_sample / counts.clamp(min=1)).argmax())] = False
     if not kept.any():
         return {}
-    engines = batch.column("rollout_logprobs")
     size = float(torch.where(counted, engines.abs(), 0.0).sum() / counted.sum())
     mean, limit = float(by_sample[kept].sum() / counts[kept].sum()), limit * max(1.0, size)
     explained = min(limit, noise)
     if mean <= explained:
         return {"training/logprob_gap": mean, "training/logprob_gap_limit": limit}
-    worst = int(torch.where(counted, (logprobs - engines).abs(), 0.0).argmax())
+    worst = int(gaps.argmax())
     sample = int((batch.offsets[1:] <= worst).sum())
     engine, trainer = float(engines[worst]), float(logprobs[worst])
     per_rank = [float(by_sample[mine].sum() / counts[mine].sum().clamp(min=1)) for mine in ranks]
@@ -119,8 +107,8 @@ def check_engine(
         f"the engine's log-probs differ from the trainer's by {mean:.2g} nats in the mean over tokens, more "
         f"than rounding explains ({explained:.2g}); by data parallel rank of the trainer: {by_rank}; largest "
         f"at token {worst - int(batch.offsets[sample])} of sample {sample}: engine {engine:.4g}, trainer "
-        f"{trainer:.4g}. {weights}. Model, positions, attention, labels, temperature or cache differ "
-        "otherwise. If the engine computes in another precision, raise agreement.logprob_slack."
+        f"{trainer:.4g}. {explain(explained)} If the engine computes in another precision, raise "
+        "agreement.logprob_slack."
     )
 
 
@@ -138,19 +126,6 @@ def check_reference(batch: Batch, *, limit: float) -> None:
             f"before the first update the log-probs of policy and reference differ by {mean:.2g} nats in the "
             "mean over tokens, but both are the model that the run started from: either their weights "
             "differ, or a forward pass is not deterministic (dropout)."
-        )
-
-
-def check_moved(batch: Batch) -> None:
-    """Raise LogprobMismatch if policy and reference have equal log-probs, although the policy has learned."""
-    old, reference, counted = batch.old_logprobs, batch.ref_logprobs, batch.mask > 0
-    if old is None or reference is None or counted.sum() <= NUM_EQUAL:
-        return
-    if torch.equal(old[counted], reference[counted]):
-        raise LogprobMismatch(
-            f"reference check: {int(counted.sum())} log-probs of the reference are exactly the policy's, "
-            "although the policy has learned: the pass of the reference used the policy's weights, or the "
-            "policy's pass those of the reference."
         )
 
 

@@ -55,8 +55,7 @@ def check_objective(loss: LossFunction, config: Config) -> None:
         raised = on_policy.slope < 0  # a loss may ignore negative advantages
         if not (raised == (advantages > 0))[counted].all():
             problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
-    problem = problem or _problem_of_ratio(loss, config, advantages)
-    problem = problem or _problem_of_clip(loss, config, advantages)
+    problem = problem or _problem_of_ratios(loss, config, advantages)
     if not problem and goal.kl_coef:
         problem = _problem_of_kl(loss, config)
     if not problem and goal.entropy_coef:
@@ -146,47 +145,34 @@ def total_weight(config: Config) -> float:
     }[config.objective.aggregation]
 
 
-def _problem_of_ratio(loss: LossFunction, config: Config, advantages: Tensor) -> str:
+def _problem_of_ratios(loss: LossFunction, config: Config, advantages: Tensor) -> str:
     goal = config.objective
-    near = min(goal.clip_low, goal.clip_high) / 2
-    if goal.loss not in PROPORTIONAL | OTHERWISE or not near:
+    near = 1 + min(goal.clip_low, goal.clip_high) / 2
+    if goal.loss not in PROPORTIONAL | OTHERWISE:
         return ""
-    # With advantages of 0, only the KL term, the entropy bonus and other penalties have a gradient.
-    (at_one, penalties), (at_ratio, penalties_there) = (
-        [
-            ObjectivePoint(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope
-            for a in (advantages, torch.zeros_like(advantages))
-        ]
-        for ratio in (1.0, 1 + near)
-    )
-    if goal.loss in OTHERWISE:
-        return "" if (at_ratio != at_one).any() else f"at ratio {1 + near:g} its gradient is that at ratio 1"
-    at_one, at_ratio = at_one - penalties, at_ratio - penalties_there
-    change = (at_ratio - at_one) / near
-    if not torch.allclose(change, at_one, rtol=1e-3, atol=1e-9 * float(at_one.abs().max())):
-        return f"at ratio {1 + near:g} its gradient is not the ratio times that at ratio 1"
-    return ""
 
-
-def _problem_of_clip(loss: LossFunction, config: Config, advantages: Tensor) -> str:
-    goal = config.objective
-    if goal.loss not in CLIPPED:
-        return ""
-    dual = getattr(goal, "dual_clip", 0.0) or goal.kwargs.get("dual_clip", 0.0)
-    beyond = [1 + 1.5 * goal.clip_high, 1.5 * max(dual, 1 + goal.clip_high)]
-    beyond += [1 - 1.5 * goal.clip_low] if goal.clip_low < 0.6 else []
-    at_one = ObjectivePoint(loss, config, advantages=advantages)
-    none = ObjectivePoint(loss, config, advantages=torch.zeros_like(advantages))
-    for ratio in beyond:
-        far, penalties = (
+    def slope(ratio: float) -> Tensor:
+        # With advantages of 0, only the KL term, the entropy bonus and other penalties have a gradient.
+        of, penalties = (
             ObjectivePoint(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope
             for a in (advantages, torch.zeros_like(advantages))
         )
+        return of - penalties * (goal.loss in PROPORTIONAL)
+
+    at_one, dual = slope(1.0), getattr(goal, "dual_clip", 0.0) or goal.kwargs.get("dual_clip", 0.0)
+    if goal.loss in OTHERWISE:
+        is_equal = near > 1 and torch.equal(slope(near), at_one)
+        return f"at ratio {near:g} its gradient is that at ratio 1" if is_equal else ""
+    ratios = [near] if near > 1 else []
+    if goal.loss in CLIPPED:
+        ratios += [1 + 1.5 * goal.clip_high, 1.5 * max(dual, 1 + goal.clip_high)]
+        ratios += [1 - 1.5 * goal.clip_low] if goal.clip_low < 0.6 else []
+    for ratio in ratios:
         factors = torch.tensor([_factor(ratio, a, config, dual) for a in advantages.tolist()])
-        expected = factors * (at_one.slope - none.slope)
-        if not torch.allclose(
-            far - penalties, expected, rtol=1e-3, atol=1e-6 * float(at_one.slope.abs().max())
-        ):
+        error = (slope(ratio) - factors * at_one).abs()
+        if (error > 1e-3 * abs(ratio - 1) * at_one.abs() + 1e-6 * at_one.abs().max()).any():
+            if ratio == near:
+                return f"at ratio {ratio:g} its gradient is not the ratio times that at ratio 1"
             return (
                 f"at ratio {ratio:g}, beyond the clip range {1 - goal.clip_low:g} to {1 + goal.clip_high:g}, "
                 "its gradient is not that of the formula"
@@ -201,7 +187,7 @@ def _factor(ratio: float, advantage: float, config: Config, dual: float) -> floa
     if goal.loss == "cispo":
         return min(max(ratio, low), high)
     is_cut = ratio > high if advantage > 0 else ratio < low or (goal.loss == "ppo" and dual and ratio > dual)
-    return 0.0 if is_cut else ratio
+    return 0.0 if is_cut and goal.loss in CLIPPED else ratio
 
 
 def _problem_of_kl(loss: LossFunction, config: Config) -> str:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rl.checks.batches import place
-from rl.checks.few_samples import first_samples
+from rl.checks.few_samples import first_samples, shortened
 from rl.checks.logprobs import LogprobMismatch, rounding_limit
-from rl.data.batch import Batch
+from rl.data.batch import Batch, concatenate
 from rl.models.placement import count_experts
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
@@ -36,7 +36,7 @@ class ReferencePass:
         weights = model.weight_map
         self._model, self._limit = model, slack * rounding_limit(weights.hf, weights.dtype)
         self._routes = count_experts(weights.weights) > 0
-        self._kept: tuple[list, Tensor] | None = None
+        self._kept: tuple[Batch, Tensor] | None = None
         """Samples of the first pass, and their log-probs."""
         self._alone: tuple[int, Tensor] | None = None
         """Hash of the sample that was computed alone, and its log-probs."""
@@ -54,8 +54,8 @@ class ReferencePass:
         if batch.held:  # recorded experts or tokens of a truncated distribution, which a pass alone has not
             counted = []
         alone = min(counted, key=lambda i: _size(batch, i), default=None)
-        own = [] if alone is None else [(batch.prompt_ids[alone], batch.response_ids[alone])]
-        few = _batch([*kept, *own])
+        few = concatenate([kept, shortened(batch, [] if alone is None else [alone], LONGEST)])
+        few.groups = torch.arange(len(few))  # no prompts are shared
         multiple = self._model.grid.micro_batch_multiple
         places = [list(range(len(kept))), list(range(len(kept), len(few)))]
         micros: list[list[int]] = [*places, *([[]] * (-len(places) % multiple))]
@@ -87,14 +87,14 @@ class ReferencePass:
                     raise LogprobMismatch(
                         f"reference check: {place(batch, sample)} has log-probs of the reference that differ "
                         f"by {gap:.2g} times the bound of rounding from those of a pass with this sample "
-                        "alone: they are of other tokens or samples, or samples of a row see each other."
+                        "alone: they are of other tokens or samples, samples of a row see each other, or a "
+                        "pass is random (dropout)."
                     )
                 return
 
-    def _first(self, batch: Batch, plan: MicroBatchPlan) -> list:
+    def _first(self, batch: Batch, plan: MicroBatchPlan) -> Batch:
         few = first_samples(plan, lambda i: min(_size(batch, i), 2 * CUT), enough=TOKENS)
-        chosen = [sample for samples in few for sample in samples]
-        return [(batch.prompt_ids[i][-CUT:], batch.response_ids[i][:CUT]) for i in chosen]
+        return shortened(batch, [sample for samples in few for sample in samples], CUT)
 
     def _gap(self, found: Tensor, before: Tensor) -> float:
         """Return the mean difference, relative to the bound of rounding.
@@ -115,12 +115,3 @@ def _size(batch: Batch, sample: int) -> int:
 
 def _key(batch: Batch, sample: int) -> int:
     return hash((batch.prompt_ids[sample].tobytes(), batch.response_ids[sample].tobytes()))
-
-
-def _batch(samples: list) -> Batch:
-    return Batch(
-        prompt_ids=[prompt for prompt, _ in samples],
-        response_ids=[response for _, response in samples],
-        groups=torch.arange(len(samples)),
-        truncated=torch.zeros(len(samples), dtype=torch.bool),
-    )

@@ -23,8 +23,8 @@ from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
 
 WARNED, ENDED = 4.0, 8.0
-"""Multiples of the noise. If the mean difference exceeds the first, a warning is logged; if it exceeds the
-second, the run ends."""
+"""Multiples of the noise. If the mean difference exceeds the first, the verdict of run.mode=check is wrong;
+if it exceeds the second, the run ends."""
 EVERY = 50
 """Number of batches after which the noise is measured again, because it depends on lengths and entropy."""
 MIN_TOKENS = 64
@@ -82,7 +82,8 @@ class RoundingNoise:
         """
         self._present = _mean_doubt(batch, counted)
         self._few = math.sqrt(max(1.0, MIN_TOKENS / max(1, int(counted.sum()))))
-        if self._noise is not None and self._age % EVERY:
+        self._age += 1
+        if self._noise is not None and self._age < EVERY:
             return None
         bounds = batch.offsets.tolist()
         few = first_samples(first, lambda i: int(counted[bounds[i] : bounds[i + 1]].sum()), enough=MIN_TOKENS)
@@ -115,18 +116,6 @@ class RoundingNoise:
     def exceeds(self, gap: float, multiple: float) -> bool:
         """Return whether a mean difference is more than this multiple of the noise."""
         return self.noise is not None and gap > multiple * self._factor * self.noise
-
-    def warning(self, gap: float) -> str:
-        """Return a warning if the mean difference is far above the noise, "" otherwise. Call it once per
-        batch."""
-        self._age += 1
-        if not self.noise or not self.exceeds(gap, WARNED):
-            return ""
-        return (
-            f"warning: log-prob check: engine and trainer differ by {gap:.2g} nats per token, "
-            f"{gap / self.noise:.1f} times the noise that one more rounding per layer causes in this model; "
-            "1 to 2.6 is usual."
-        )
 
 
 def _mean_doubt(batch: Batch, tokens: Tensor) -> float:

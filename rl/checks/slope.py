@@ -1,53 +1,55 @@
 """Checks the backward pass of the model: compares its gradient with differences of its log-probs.
 
 A layer that has its own backward pass may have wrong gradients although its outputs are right. Examples are
-attention over context parallel ranks, a fused kernel, and the head. All other comparisons of an update start
-from the gradients of these layers, so they do not see the error.
+attention over context parallel ranks, a fused kernel, the experts, and the head. All other comparisons of an
+update start from these gradients, so they do not see the error.
 
-After each start of a run, the weights w of the first layer's norm are changed to w + r s |w| and to w - r s
-|w|. Here s are random signs, and |w| is the mean of the absolute weights. Half of the difference between the
-two mean log-probs is the slope of the mean log-prob along r s |w|. The gradient of w must give the same
-slope. The gradient of the first norm is used because errors of all later layers reach it. A second
-difference, with r / 2, has a quarter of the error. The distance between the two differences is therefore
-tolerated.
+After each start of a run, a weight w is changed to w + h s and to w - h s. The difference of the two mean
+log-probs must be the one that the gradient of w gives. A second difference, with h / 2, has a quarter of the
+error, so the distance between the two differences is tolerated. The weights are the norms of a first layer
+before attention and before the MLP or the experts: errors of this and of all later layers reach them. In a
+model with adapters they are B of the adapters there. Routers keep the experts that they chose first.
 
-There are four directions s. If their passes cost less than COST of the first step, all are compared in this
-step, otherwise in the first few steps. For example, a step of 400,000 tokens compares four directions with
-512 tokens, and a step of 4,000 tokens compares one direction with 22. The model is compared with itself, so
-the choice of tokens does not matter.
-
-Models with routed experts are not compared, because another w sends some tokens to other experts. Models with
-adapters are not compared, because their norms do not learn.
+The signs s are those of the gradient, or random. Along its own signs the change is the largest, so a factor
+in the gradient shows even in bfloat16. Random signs show a part that the gradient lacks. If the passes cost
+less than a share of the first step (`rl.checks.cost`), all DIRECTIONS are compared in this step, otherwise in
+the first few steps. The model is compared with itself, so the choice of tokens does not matter.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from rl.checks.few_samples import first_samples, tokens_of
+from rl.checks.cost import slope_passes
+from rl.checks.few_samples import first_samples, shortened, tokens_of
 from rl.checks.logprobs import rounding_limit
 from rl.data.batch import Batch
 from rl.models.layout import Weight
-from rl.models.placement import count_experts
 from rl.runtime.collectives import sum_over_world
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
 
-DIRECTIONS = 4
-"""Number of directions s."""
-STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-4}
-"""Factor r by dtype. It is far above the distance of two neighbouring numbers. The slope has an error of
-about r^2."""
-TOLERANCE = {torch.float32: 0.05, torch.bfloat16: 0.25}
-"""Maximum distance of the measured slopes from the slopes by the gradient, relative to their size."""
+DIRECTIONS = [(0, 0), (-1, 0), (0, 1), (-1, 1)]
+"""Index of the weight, and seed of its random signs; 0: the signs of the gradient."""
+STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-3}
+"""Largest step h by dtype, relative to the mean absolute weight of a norm, far above the distance of two
+neighbouring numbers."""
+CHANGE = {torch.float32: 0.05, torch.bfloat16: 0.4}
+"""Change of the mean log-prob above which the step is smaller, in nats; for a norm at least STEP / 2."""
+TOLERANCE = {torch.float32: (0.003, 0.05), torch.bfloat16: (0.12, 0.25)}
+"""Maximum distance of the measured from the expected changes, relative to their size: along the signs of the
+gradient, and along random signs."""
 NONLINEAR = 0.25
-"""Maximum distance between the slopes with r and with r / 2, relative to their size. Above it nothing is
+"""Maximum distance between the changes with h and with h / 2, relative to their size. Above it nothing is
 compared. For example, with a low temperature log-probs are far from linear in a change of this size."""
 GAP = 0.1
 """Difference of log-probs that rounding causes, as a share of its bound (`rounding_limit`). Right runs stay
@@ -57,12 +59,8 @@ INDEPENDENT = 256
 tokens are rounded equally."""
 CUT = 64
 """Maximum number of tokens that are kept of a prompt (the last ones) and of a response (the first ones)."""
-TOKENS = range(8, 512)
-"""Possible numbers of tokens in a pass, including prompts."""
-COST = 0.01
-"""Largest cost of the comparison, relative to the cost of a step. A backward pass counts as two forward
-passes. Therefore generating and learning from T response tokens counts as a forward pass over at least 4 T
-tokens."""
+NORMS = r"(input|post_attention|pre_feedforward)_layernorm"
+"""Names of the norms before attention and before the MLP, without the norms of heads."""
 
 
 class WrongBackward(RuntimeError):
@@ -71,106 +69,181 @@ class WrongBackward(RuntimeError):
 
 @dataclass(frozen=True)
 class Slope:
-    """The slopes along one direction, and the rounding error."""
+    """Changes of the mean log-prob along one direction."""
 
+    name: str
+    """Name of the weight."""
+    is_random: bool
     coarse: float
-    """Change of the mean log-prob for the factor r."""
+    """Half of the change from w - h s to w + h s."""
     fine: float
-    """Twice the change of the mean log-prob for the factor r / 2."""
-    gradient: float
-    """Change for the factor r according to the gradient."""
+    """Change from w - h s / 2 to w + h s / 2."""
+    expected: float
+    """`fine` according to the gradient."""
     error: float
     """Standard error of `fine` that rounding causes."""
 
 
 class SlopeCheck:
-    """Compares a model's gradient with slopes of its log-probs in the first steps after a start."""
+    """Compares a model's gradient with changes of its log-probs in the first steps after a start."""
 
     def __init__(self, model: TrainingEngine):
         self._model, self._slopes = model, list[Slope]()
 
     @cached_property
-    def _norm(self) -> Weight | None:
-        """Weight of the norm that is changed; None if the model is not compared."""
-        model = self._model
-        vectors = [w for w in model.learned_map.weights if w.layer == 0 and len(w.shapes[0]) == 1]
-        norms = [w for w in vectors if w.expert is None and "norm" in w.hf[0]]
-        return norms[0] if norms and not count_experts(model.weight_map.weights) else None
+    def _weights(self) -> list[Weight]:
+        """The weights that are changed: in the layer with the first attention, and with the first experts."""
+        learned = [w for w in self._model.learned_map.weights if w.layer is not None and w.expert is None]
+        if self._model.has_frozen_weights:
+            own = [w for w in learned if w.layer == 0 and ".lora_B." in w.megatron]
+        else:
+            layers = [w.layer for w in self._model.weight_map.weights if w.expert is not None]
+            deep = min((layer for layer in layers if layer is not None), default=0)
+            norms = [w for w in learned if len(w.shapes[0]) == 1 and re.search(NORMS, w.hf[0])]
+            own = [w for w in norms if w.layer == 0][:1] + [w for w in norms if w.layer == deep][-1:]
+        return [own[0], own[-1]] if own else []
 
     def check(self, batch: Batch, plan: MicroBatchPlan, *, noise: float | None = None) -> None:
-        """Compare gradient and slopes on the first samples of a plan. Raises WrongBackward.
+        """Compare gradient and changes on the first samples of a plan. Raises WrongBackward.
 
         Afterwards the weights are bitwise unchanged. Collective over the world.
 
         noise: measured noise of log-probs (`RoundingNoise`), in nats; None uses the bound of rounding.
         """
-        missing = DIRECTIONS - len(self._slopes)
-        if self._norm is None or not missing:
+        missing = len(DIRECTIONS) - len(self._slopes)
+        if not self._weights or not missing:
             return
-        budget = int(COST * 4 * int(batch.lengths.sum()))
-        tokens = min(max(budget // 7, TOKENS.start), TOKENS.stop)  # a gradient and four forward passes
-        numbers = max(1, min(missing, (budget - 3 * tokens) // (4 * tokens)))
+        tokens, number = slope_passes(int(batch.lengths.sum()), missing)
         batch, few = _first_tokens(batch, plan, tokens=tokens, multiple=self._model.grid.micro_batch_multiple)
         count = float((batch.mask[tokens_of(few, batch)] > 0).sum())
         if count:
-            self._measure(batch, few, range(len(self._slopes), len(self._slopes) + numbers), count, noise)
+            with _fixed_routes(self._model):
+                self._measure(batch, few, number, count, noise)
             self._compare(count)
 
     def _measure(
-        self, batch: Batch, few: MicroBatchPlan, directions: Sequence[int], count: float, noise: float | None
+        self, batch: Batch, few: MicroBatchPlan, number: int, count: float, noise: float | None
     ) -> None:
-        """Measure the slopes along these directions and store them. count: number of counted tokens of the
-        plan."""
-        model, norm = self._model, self._norm
-        assert norm is not None
-        hf, dtype = model.weight_map.hf, model.weight_map.dtype
-        centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
-        parameter, gradient = model.gradient(batch, few, partial(_mean, mask=batch.mask, count=count), norm)
-        along = torch.zeros(len(directions), dtype=torch.float64)
-        found: list[list[float]] = []
+        """Measure along the next directions. count: number of counted tokens of the plan."""
+        model, dtype = self._model, self._model.weight_map.dtype
+        _mean_logprob(model, batch, few, count)  # the routers choose
+        parts = model.gradients(batch, few, partial(_mean, mask=batch.mask, count=count), self._weights)
         size = 1.0  # the rounding error of log-probs is in proportion to their size
-        for place, number in enumerate(directions):
-            slopes = []
-            for half in range(2):
-                step, means, ends = STEP[dtype] / (1 + half), [], []
-                for factor in (step, -step):
-                    with _moved(parameter, number, factor, centre) as value:
+        for place, seed in DIRECTIONS[len(self._slopes) :][:number]:
+            parameter, gradient, share = parts[place]
+            signs = None if parameter is None else _signs(parameter, gradient, seed)
+            step = self._step_of(parameter, gradient, signs, share, is_random=seed > 0)
+            changes, expected = [], torch.zeros(1, dtype=torch.float64)
+            for half in (1.0, 0.5):
+                means, ends = [], []
+                for sign in (half, -half):
+                    with _moved(parameter, signs, sign * step) as value:
                         means.append(_mean_logprob(model, batch, few, count))
                         ends.append(value)
-                slopes.append((means[0] - means[1]) / 2 * (1 + half))
+                changes.append((means[0] - means[1]) / 2 / half)
                 size = max(size, *map(abs, means))
-            found.append(slopes)
             if gradient is not None:
-                along[place] = float((ends[0] - ends[1]).mul(gradient).sum())
-        error = 2 * noise if noise else GAP * size * rounding_limit(hf, dtype)
-        error *= math.sqrt(2 / min(count, INDEPENDENT))
-        along = sum_over_world(along, model.device.torch)
-        self._slopes += [
-            Slope(coarse, fine, value, error)
-            for (coarse, fine), value in zip(found, along.tolist(), strict=True)
-        ]
+                expected[0] = share * ((ends[0] - ends[1]) * gradient).sum()
+            error = 2 * noise if noise else GAP * size * rounding_limit(model.weight_map.hf, dtype)
+            error *= math.sqrt(2 / min(count, INDEPENDENT))
+            (along,) = sum_over_world(expected, model.device.torch).tolist()
+            coarse, fine = changes
+            self._slopes.append(Slope(self._weights[place].hf[0], seed > 0, coarse, fine, along, error))
+
+    def _step_of(
+        self, parameter: Any, gradient: Tensor | None, signs: Tensor | None, share: float, *, is_random: bool
+    ) -> float:
+        """Return the step h, identical on all ranks. Collective over the world."""
+        model, dtype = self._model, self._model.weight_map.dtype
+        found = torch.zeros(3, dtype=torch.float64)
+        if parameter is not None and parameter.dim() == 1:
+            centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
+            found[:2] = torch.tensor([float((parameter.detach() + centre).abs().mean()), 1.0])
+        if gradient is not None and signs is not None:
+            found[2] = share * float(gradient.square().sum() if is_random else (gradient * signs).sum())
+        size, holders, slope = sum_over_world(found, model.device.torch).tolist()
+        step = CHANGE[dtype] / max(1e-9, math.sqrt(slope) if is_random else slope)
+        largest = STEP[dtype] * size / holders if holders else math.inf
+        return min(largest, max(step, largest / 2)) if holders else step
 
     def _compare(self, count: float) -> None:
-        """Compare all slopes that were measured so far. count: see `_measure`."""
-        model, norm = self._model, self._norm
-        assert norm is not None
-        coarse, fine, along, errors = torch.tensor(
-            [(s.coarse, s.fine, s.gradient, s.error) for s in self._slopes], dtype=torch.float64
-        ).T
-        curvature = float((coarse - fine).norm())
-        if curvature > NONLINEAR * float(fine.norm()):
-            return
-        gap, slope = float((fine - along).norm()), max(float(fine.norm()), float(along.norm()))
-        # The errors of n slopes have a norm of about sqrt(n) times one error. The bound is 4 standard errors
-        # above it.
-        rounding = (1 + 4 / math.sqrt(len(fine))) * float(errors.norm())
-        if gap > TOLERANCE[model.weight_map.dtype] * slope + curvature + rounding:
-            raise WrongBackward(
-                f"the gradient of the model is not the slope of its log-probs: along {len(fine)} changes of "
-                f"{norm.hf[0]} the mean log-prob of {count:.0f} tokens changes by {_listed(fine)}, but by "
-                f"{_listed(along)} according to the gradient. The backward pass of a layer, of the head, or "
-                "of the communication between the ranks that share a sample (tp, cp, pp) is wrong."
+        """Compare all changes that were measured so far. count: see `_measure`."""
+        tolerances = TOLERANCE[self._model.weight_map.dtype]
+        groups = [[slope] for slope in self._slopes if not slope.is_random]
+        groups.append([slope for slope in self._slopes if slope.is_random])
+        for group, tolerance in zip(groups, [tolerances[0]] * (len(groups) - 1) + [tolerances[1]]):
+            coarse, fine, expected, errors = (
+                torch.tensor([(s.coarse, s.fine, s.expected, s.error) for s in group], dtype=torch.float64)
+                .view(-1, 4)
+                .T
             )
+            curvature = float((coarse - fine).norm())
+            if not group or curvature > NONLINEAR * float(fine.norm()):
+                continue
+            size = max(float(fine.norm()), float(expected.norm()))
+            # The errors of n changes have a norm of about sqrt(n) times one error.
+            rounding = (1 + 2 / math.sqrt(len(group))) * float(errors.norm())
+            if float((fine - expected).norm()) > tolerance * size + curvature + rounding:
+                raise WrongBackward(
+                    f"the gradient of the model is not the slope of its log-probs: along "
+                    f"{'random signs' if group[0].is_random else 'the signs of its gradient'} in "
+                    f"{' and '.join(dict.fromkeys(s.name for s in group))} the mean log-prob of {count:.0f} "
+                    f"tokens changes by {_listed(fine)}, but by {_listed(expected)} according to the "
+                    "gradient. The backward pass of a layer, of the experts, of an adapter, of the head, or "
+                    "of the communication between the ranks that share a sample (tp, cp, pp) is wrong."
+                )
+
+
+class _KeptRoutes:
+    """Gives a router the experts that it chose in the first pass over as many tokens."""
+
+    def __init__(self) -> None:
+        self._chosen: dict[torch.Size, Tensor] = {}
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Any
+    ) -> tuple[Tensor, Tensor]:
+        if scores.shape not in self._chosen:
+            self._chosen[scores.shape] = default(scores, topk, num_groups, group_topk)[1]
+        chosen = self._chosen[scores.shape]
+        return scores.gather(1, chosen), chosen
+
+
+@contextmanager
+def _fixed_routes(model: TrainingEngine) -> Iterator[None]:
+    """Let every router of this rank keep its first choice of experts in the `with` block."""
+    routers: list[Any] = [
+        module for chunk in model.chunks for module in chunk.modules() if isinstance(module, TopKRouter)
+    ]
+    kept = [(router.router_replay, router.config.moe_router_fusion) for router in routers]
+    for router in routers:
+        router.router_replay, router.config.moe_router_fusion = _KeptRoutes(), False
+    try:
+        yield
+    finally:
+        for router, (replay, is_fused) in reversed(list(zip(routers, kept))):
+            router.router_replay, router.config.moe_router_fusion = replay, is_fused
+
+
+def _signs(parameter: Tensor, gradient: Tensor | None, seed: int) -> Tensor:
+    """Return the direction of a parameter, float64 of its shape. seed: see DIRECTIONS."""
+    generator = torch.Generator().manual_seed(seed)
+    signs = (torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0).to(parameter.device).double()
+    if seed or gradient is None:
+        return signs
+    return torch.where(gradient == 0, signs, gradient.sign())
+
+
+@contextmanager
+def _moved(parameter: Any, signs: Tensor | None, step: float) -> Iterator[Tensor]:
+    """Add `step * signs` to a parameter in the `with` block, and yield the moved values, float64."""
+    if parameter is None or signs is None:
+        yield torch.zeros(0)
+        return
+    kept = parameter.detach().clone()
+    parameter.data.copy_(kept.double() + step * signs)
+    yield parameter.detach().double()
+    parameter.data.copy_(kept)
 
 
 def _first_tokens(
@@ -195,16 +268,7 @@ def _first_tokens(
     chosen = sorted(i for samples in few for i in samples)
     places = {sample: place for place, sample in enumerate(chosen)} if is_cut else {i: i for i in chosen}
     micros = [[[places[i] for i in samples]] + [[]] * (multiple - 1) for samples in few]
-    if not is_cut:
-        return batch, micros
-    masks = [batch.mask[batch.offsets[i] : batch.offsets[i + 1]][:limit] for i in chosen]
-    return Batch(
-        prompt_ids=[batch.prompt_ids[i][-limit:] for i in chosen],
-        response_ids=[batch.response_ids[i][:limit] for i in chosen],
-        groups=batch.groups[chosen].unique(return_inverse=True)[1],
-        truncated=batch.truncated[chosen],
-        mask=torch.cat(masks) if masks else batch.mask[:0],
-    ), micros
+    return (shortened(batch, chosen, limit) if is_cut else batch), micros
 
 
 def _mean(micro: MicroBatch, *, mask: Tensor, count: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -216,23 +280,6 @@ def _mean(micro: MicroBatch, *, mask: Tensor, count: float) -> tuple[Tensor, dic
 def _mean_logprob(model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, count: float) -> float:
     (logprobs,) = model.forward(batch, [plan], ("logprobs",))
     return float(torch.where(batch.mask > 0, logprobs, 0.0).double().sum()) / count
-
-
-@contextmanager
-def _moved(parameter: Tensor | None, number: int, factor: float, centre: float) -> Iterator[Tensor]:
-    """Move a parameter w along a direction in the `with` block, and yield the moved values.
-
-    Each element changes by `factor` times the mean of |w + centre|, with the sign of the direction `number`.
-    """
-    if parameter is None:
-        yield torch.zeros(0)
-        return
-    kept = parameter.detach().clone()
-    generator = torch.Generator().manual_seed(number)
-    signs = torch.randint(2, kept.shape, generator=generator).to(kept.device) * 2.0 - 1.0
-    parameter.data.copy_(kept + factor * (kept + centre).abs().mean() * signs)
-    yield parameter.detach().double()
-    parameter.data.copy_(kept)
 
 
 def _listed(values: Tensor) -> str:

@@ -37,21 +37,7 @@ def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
         raise StaleTokens(
             f"{int(wrong.sum())} of {len(sampled)} tokens have a staleness outside of 0 to {limit} versions "
             f"of the policy, the first one {int(ages[first])} (version {int(batch.weight_versions[first])} "
-            f"of {version}, prompt {prompt}). This is a bug of the scheduler; please report it."
+            f"of {version}, prompt {prompt}): the engine generated without the present weights, or the "
+            "scheduler kept samples for too long. This is a bug; please report it."
         )
     return {"staleness/mean": float(sampled.double().mean()), "staleness/max": float(oldest)}
-
-
-def check_present(batch: Batch, version: int) -> None:
-    """Raise StaleTokens if a token was sampled by weights older or newer than the policy's.
-
-    version: version of the policy.
-    """
-    assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
-    other = (batch.weight_versions != version) & (batch.mask > 0)
-    if other.any():
-        raise StaleTokens(
-            f"{int(other.sum())} of {int((batch.mask > 0).sum())} tokens that the policy's version {version} "
-            f"should have sampled are of version {int(batch.weight_versions[other][0])}: the engine "
-            "generated without taking the present weights."
-        )

@@ -45,11 +45,9 @@ weight by about the learning rate. So at this rate, of the weights of size 0.02 
 rounded to another value."""
 
 TERMS = ("counted share", "product of counts", "codes", "distance from old outputs", "compared tokens")
-"""Names of five sums over the micro-batches of an update: (1) counted tokens / denominator of the loss; (2)
-counted tokens * denominator; (3) codes of the counted tokens, made from position, token id and columns; (4)
-|output - old output| / denominator, for the output of OLD that the model has; (5) the number of these
-outputs. For example, if an update of 80 tokens has micro-batches of 50 and 30 tokens, the counted shares add
-up to 50 / 80 + 30 / 80 = 1."""
+"""Names of five sums over the micro-batches of an update: counted tokens / denominator of the loss; counted
+tokens * denominator; codes of the counted tokens, made from position, id and columns; |output - old output| /
+denominator, for the output of OLD that the model has; and the number of these outputs."""
 
 
 class WrongTokens(RuntimeError):
@@ -84,12 +82,10 @@ class LearningRates:
             )
 
     def check(self, name: str, schedule: RateSchedule, step: int) -> None:
-        """Record the learning rate of a step. After a resume, first compare the last rate with the present
-        schedule.
+        """Record the learning rate of a step. After a resume, first compare the last rate with the schedule.
 
-        For example, a checkpoint of step 100 holds the rate of step 100, and before step 101 the schedule
-        must give this rate for step 100 again. Raises CheckFailed if the rate is 0, and WrongLearningRate if
-        the schedule is unchanged but gives another rate for the last step.
+        Raises CheckFailed if the rate is 0, and WrongLearningRate if the schedule is unchanged but gives
+        another rate for the last step.
         """
         optimizer, rate = schedule.optimizer, schedule.rate(step)
         self._present = rate
@@ -130,14 +126,10 @@ class UpdateChecks:
     For each update, call `begin`, then `micro_batch` for each micro-batch, then `end`. The checks are:
 
     tokens      each token of the mini-batch counts once in the loss, with its own id and columns
-    gradient    the gradient that arrives at the model's outputs is that of the loss. A factor that the
-                schedule or the engine applies to the loss would scale every gradient
-    halves      the loss of a micro-batch is the sum of the losses of its two halves. For example, a mean over
-                the tokens of each micro-batch weighs a token of a small micro-batch more
+    gradient    the gradient that arrives at the model's outputs is that of the loss (one micro-batch)
+    halves      the loss of this micro-batch is the sum of the losses of its two halves
     outputs     before the first update they are the old ones, and later they differ from them
     movement    the update moves weights
-
-    Gradient and halves are compared for one micro-batch of each update.
 
     is_first: whether the present weights computed the old outputs. size: for a critic, the mean absolute
         value of the old outputs; 1 for log-probs.
@@ -222,13 +214,11 @@ class UpdateChecks:
         if not middle:
             return
         first = int(self.batch.lengths[micro.samples[:middle]].sum())
-        of_halves = [
-            self._loss(_part(micro, samples, tokens))[0].detach()
-            for samples, tokens in (
-                (slice(0, middle), slice(0, first)),
-                (slice(middle, None), slice(first, None)),
-            )
-        ]
+        halves = (
+            _part(micro, slice(middle), slice(first)),
+            _part(micro, slice(middle, None), slice(first, None)),
+        )
+        of_halves = [self._loss(half)[0].detach() for half in halves]
         # The terms of a loss may cancel each other, so the size of its gradient is added to the scale.
         size = sum(half.abs() for half in of_halves) + sum(slope.abs().sum() for slope in slopes)
         self._halves = torch.stack((value.detach() - sum(of_halves), torch.as_tensor(size))).double()
@@ -242,9 +232,9 @@ class UpdateChecks:
         grid, device = self._model.grid, self._model.device.torch
         own = torch.zeros(4, dtype=torch.float64)
         if self._arrived and grid.reports_results:
-            own[:2] = torch.stack(self._arrived).sum(0).cpu()
+            own[:2] = torch.stack(self._arrived).sum(0)
         if self._halves is not None and grid.reports_results:
-            own[2:] = self._halves.cpu().abs()
+            own[2:] = self._halves.abs()
         difference, size, excess, scale = sum_over_world(own, device).tolist()
         if excess > HALVES_TOLERANCE * scale:
             raise WrongGradient(
@@ -290,12 +280,7 @@ class UpdateChecks:
         )
 
     def _check_outputs(self, result: UpdateResult, gap: float, compared: float, *, lr: float) -> None:
-        """Check the outputs of an update's forward pass, and that the update moved weights. Not collective.
-
-        Raises CheckFailed in three cases: the first update of a step has other outputs than the old outputs;
-        all outputs of a later update equal the old outputs although weights have moved; no weight changed
-        although there was a gradient.
-        """
+        """Check the outputs of an update, and that it moved weights. Not collective."""
         peak_lr, dtype = self._schedule.optimizer.lr, self._model.weight_map.dtype
         eps = torch.finfo(dtype).eps
         if self._is_first and not gap <= math.sqrt(eps) * self._size:

@@ -6,6 +6,7 @@ thousand rows take seconds. Every error is a ValueError that names the file and,
 
 import contextlib
 import functools
+import itertools
 import json
 import logging
 import re
@@ -35,6 +36,8 @@ functions that walk a value."""
 
 CHUNK = 1 << 24
 """Bytes that are read at once to find the lines of a file."""
+BLOCK = 4096
+"""Rows of a parquet file that are kept together after one of them was read again."""
 _MESSAGES = re.compile(
     r"""\s*(?:\[\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
     r"""|\{\s*["'](?:messages|conversations?)["']\s*:\s*\["""
@@ -129,9 +132,8 @@ def _row_at(path: Path, number: int) -> dict[str, Any]:
             return dict(_parse(file.readline().decode("utf-8-sig"), str(path)))
     if path.suffix == ".parquet" and path.is_file():
         with _reading(path, "parquet"):
-            starts = _groups(path)
-            group = int(np.searchsorted(starts, number, side="left")) - 1
-            table = _group(path, group).slice(number - 1 - starts[group], 1)
+            group, block, place = _place_in(path, number)
+            table = _block(path, group, block).slice(place, 1)
     else:
         import datasets  # imported here because it takes seconds and few runs need it
 
@@ -160,16 +162,38 @@ def _array(path: Path) -> list[dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _groups(path: Path) -> np.ndarray:
-    """Return the number of rows before each row group of a parquet file, and in the file."""
+def _groups(path: Path) -> tuple[np.ndarray, list[int]]:
+    """Return the number of rows before each row group of a parquet file and in the file, and their bytes."""
     meta = pq.read_metadata(path)
-    return np.cumsum([0, *(meta.row_group(i).num_rows for i in range(meta.num_row_groups))])
+    groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
+    return np.cumsum([0, *(each.num_rows for each in groups)]), [each.total_byte_size for each in groups]
 
 
-@functools.lru_cache(maxsize=4)
-def _group(path: Path, group: int) -> pa.Table:
+def _place_in(path: Path, number: int) -> tuple[int, int, int]:
+    """Return the row group of row `number`, from 1, its block in the group, and its place in the block."""
+    starts, _ = _groups(path)
+    group = int(np.searchsorted(starts, number, side="left")) - 1
+    return group, *divmod(number - 1 - int(starts[group]), BLOCK)
+
+
+@functools.lru_cache(maxsize=8)
+def _block(path: Path, group: int, number: int) -> pa.Table:
+    """Return a block of BLOCK rows of a row group. The blocks before it are decoded and dropped."""
     with pq.ParquetFile(path) as file:
-        return file.read_row_group(group)
+        batches = file.iter_batches(BLOCK, row_groups=[group])
+        return pa.Table.from_batches([next(itertools.islice(batches, number, None))])
+
+
+def row_bytes(place: str) -> int:
+    """Return about how many bytes `read_row` decodes: for a parquet file, its row group up to the row."""
+    name, _, number = place.rpartition(", row ")
+    path = Path(name)
+    if path.suffix != ".parquet" or not path.is_file():
+        return 0
+    group, block, _ = _place_in(path, int(number))
+    starts, sizes = _groups(path)
+    num_rows = int(starts[group + 1] - starts[group])
+    return sizes[group] * min(num_rows, (block + 1) * BLOCK) // num_rows
 
 
 def describe(value: Any) -> str:

@@ -12,11 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from rl.config.schema import Data
 from rl.data.preferences import Labelled, PreferencePair
 from rl.data.prompts import GROUND_TRUTH, Prompt, value_at
-from rl.data.reading import FileRow, read_row
+from rl.data.reading import FileRow, read_row, row_bytes
 from rl.data.special_tokens import hide, special_ids
 
 NUM_COMPARED = 32
 """Number of rows that are compared, evenly spread over the data."""
+READ_BYTES = 256 << 20
+"""Bytes of files above which fewer rows are compared, at least one."""
 
 
 def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
@@ -25,7 +27,9 @@ def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, dat
     rows: pairs, labelled responses, or prompts; prompts without a response are not compared.
     """
     special = special_ids(tokenizer)
-    for row in rows[:: -(-len(rows) // NUM_COMPARED) or 1]:
+    cost = max((row_bytes(row.place) for row in rows[-1:] if row.place), default=0)
+    number = max(1, min(NUM_COMPARED, READ_BYTES // max(1, cost)))
+    for row in rows[:: -(-len(rows) // number) or 1]:
         if not row.place:
             continue
         for name, ids, value in _sides(row, read_row(row.place), data):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rl.dry_run.asynchrony import best, forms
 from rl.dry_run.changes import Change
+from rl.dry_run.check_seconds import check_seconds
 from rl.dry_run.estimate import Estimate
 from rl.dry_run.generation import seconds_between_nodes
 from rl.dry_run.hardware import GIB
@@ -235,8 +236,10 @@ def _work(estimate: Estimate) -> str:
         lines.append("seconds: not estimated, because --tflops and the other speeds are a GPU's")
         return "\n".join(lines)
     phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in estimate.seconds.items())
+    first, later = (100 * each / estimate.step_seconds for each in check_seconds(estimate))
     lines += [
         f"seconds per step, estimated: {phases}; together {estimate.step_seconds:.0f}",
+        f"of that checks (docs/checks.md): {later:.2g} %, and {first:.2g} % of the first step",
         f"of that idle: {', '.join(_idle(estimate))}",
         f"GPU-hours of {estimate.config.run.max_steps} steps: {estimate.gpu_hours:,.1f}",
         f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of "

@@ -21,6 +21,10 @@ from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 
 
+class AllTrajectoriesFailed(Exception):
+    """Raised if environments failed so often that no group of a call has enough trajectories."""
+
+
 class Dialogues:
     """Responses of one turn."""
 

@@ -80,8 +80,6 @@ class OldLogprobs:
         metrics["actor/entropy"] = token_mean(entropy, batch.mask)
         metrics |= engine_gap(batch, logprobs)
         metrics |= self._checks.log_probs(batch, plans, reference=False, entropy=entropy)
-        for warning in self._checks.warnings(metrics):
-            self._step.progress.line(warning)
         metrics |= weigh(batch, self._config.rollout_correction, weights)
 
 

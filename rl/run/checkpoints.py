@@ -169,7 +169,7 @@ class RunCheckpoints:
         policy, target = phases.engines.policy, str(Path(config.run.dir, "hf"))
         fence = phases.step.fence
         with phases.saving():
-            check = partial(wrong_export, policy, config.model.path)
+            check = partial(wrong_export, policy)
             export_hf(policy, config.model.path, target, fence=fence, check=check)
             run_dir = Path(config.run.dir)
             lines = [part.export(policy, config.model.path, run_dir, fence) for part in policy.parts]

@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
 
 
+FIRST, EVERY = 2, 100
+"""The optimizer's arithmetic is compared in the first updates of a start, and then in every 100th update."""
+
+
 class StepAudit(TrainerPart):
     """Checks the reduction and clipping of the gradient, and the state of the optimizer, in every update.
 
     Raises WrongReduction, StateChanged and WrongStep on every rank.
     """
 
+    _num_seen = 0
+    """Number of updates since the start."""
     has_moved = False
     """Whether the last update changed sampled weights of the last stage on any data parallel rank."""
 
@@ -46,7 +52,9 @@ class StepAudit(TrainerPart):
     def after_step(self, *, norm: float, lr: float) -> list[Tensor]:
         engine = self._engine
         assert engine.optimizer is not None
-        wrong, num_moved = self._state.changes(engine.optimizer, lr)
+        compares = self._num_seen < FIRST or engine.num_updates % EVERY == 0
+        self._num_seen += 1
+        wrong, num_moved = self._state.changes(engine.optimizer, lr, compares=compares)
         clipped = clipped_norms(engine.optimizer, engine.learned_map, norm, self._num_changed)
         moved = num_moved if engine.grid.reports_results else torch.zeros_like(num_moved)
         return [self._reduced, moved.view(1), wrong.view(1), self._num_not_zero.view(1), clipped]

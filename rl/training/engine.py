@@ -289,25 +289,27 @@ class TrainingEngine:
         assert audit is not None
         return UpdateResult(metrics, norm, audit.has_moved)
 
-    def gradient(
-        self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weight: Weight
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return this rank's parameter of `weight`, and this rank's part of a loss's gradient, float64.
+    def gradients(
+        self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weights: Sequence[Weight]
+    ) -> list[tuple[Any, Tensor | None, float]]:
+        """Return for each weight this rank's parameter, its part of a loss's gradient, and a factor.
 
-        The gradient of `weight` is the sum of the parts of all ranks. Both results are None on a rank that
-        learns no part of the weight. weight: a vector, for example a norm's weight. loss: reads only
-        log-probs.
+        The gradient of a weight is the sum over all ranks of factor times part, float64. The parameter is
+        None on a rank that learns no part of the weight, and the part is None on a rank without samples.
+        loss: reads only log-probs. Collective over the world.
         """
-        parameter, share = part_of(self.learned_map, weight, self.chunks[0].config)
-        parts: list[Tensor] = []
-        hook = (
-            None if parameter is None else parameter.register_hook(lambda part: parts.append(part.double()))
-        )
+        found = [part_of(self.learned_map, weight, self.chunks[0].config) for weight in weights]
+        parts: list[list[Tensor]] = [[] for _ in found]
+        hooks = [
+            parameter.register_hook(lambda part, own=own: own.append(part.double()))
+            for (parameter, _), own in zip(found, parts)
+            if parameter is not None
+        ]
         with only_hooks(self.wrapped):
             self._run(batch, plan, loss, forward_only=False, progress=None, outputs=("logprobs",))
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
-        return parameter, share * sum(parts[1:], parts[0]) if parts else None
+        return [(p, sum(own[1:], own[0]) if own else None, share) for (p, share), own in zip(found, parts)]
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""

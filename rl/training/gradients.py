@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from math import sqrt
 from typing import Any
 
@@ -121,7 +121,7 @@ SMALLEST = 1e-12
 
 
 ELEMENTS = 256
-"""Approximate number of elements of a weight in the sum over the weights that are not compared whole."""
+"""Approximate number of elements of a weight that are compared."""
 
 
 class WrongReduction(RuntimeError):
@@ -154,122 +154,110 @@ def part_of(
 
 @dataclass
 class Watched:
-    """A weight that an update watches, as this rank sees it."""
+    """A weight whose gradient is compared, as this rank sees it. About ELEMENTS elements are added up."""
 
-    name: str
+    row: int
+    """Number of the weight's kind."""
     parameter: Any
-    """Any, because Megatron adds `main_grad` to it. None if this rank learns no part of the weight."""
-    share: float
-    """Factor of this rank's gradient in the sum over ranks (`part_of`)."""
-    stride: int = 1
-    """Distance of the elements that are added up."""
-    code: float = 1.0
-    """Factor by which errors of different weights cannot cancel each other."""
+    """Any, because Megatron adds `main_grad` to it."""
+    factor: float
+    """Factor of this rank's gradient in the sum over ranks (`part_of`), and one that keeps errors of
+    different weights from cancelling each other."""
+    code: float
+    """The second of these factors alone."""
+    is_on: bool = True
     found: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add the terms of an unreduced gradient: its weighted sum, and the sum of absolute values."""
-        flat = gradient.detach().reshape(-1)  # a transposed factor's gradient is not contiguous
-        size = flat[:: self.stride].abs().sum(dtype=torch.float64)
-        self.found.append(self.share * self.code * torch.stack((self.weighted(flat), size)))
+        """Add the sum of an unreduced gradient, and the sum of its absolute values."""
+        if self.is_on:
+            flat = gradient.detach().reshape(-1)  # a transposed factor's gradient is not contiguous
+            some = flat[:: self._stride].double()
+            self.found.append(torch.stack((self.factor * some.sum(), abs(self.factor) * some.abs().sum())))
 
-    def weighted(self, part: torch.Tensor, first: int = 0) -> torch.Tensor:
-        """Return the sum of the elements of a part of the flat gradient, float64 [].
+    def reduced(self, part: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the sum of a part of the reduced gradient, float64 []. first: index of its first element."""
+        return self.code * part[-first % self._stride :: self._stride].sum(dtype=torch.float64)
 
-        The second half of the gradient counts twice. Without this weight the sum for the head's gradient
-        would be 0, because probabilities add up to 1. first: index of the part's first element.
-        """
-        middle, last = self.parameter.numel() // 2, first + len(part)
-        return self._sum(part, first, first) + self._sum(part, first, min(max(middle, first), last))
-
-    def _sum(self, part: torch.Tensor, first: int, start: int) -> torch.Tensor:
-        aligned = -(-start // self.stride) * self.stride
-        return part[aligned - first :: self.stride].sum(dtype=torch.float64)
+    @property
+    def _stride(self) -> int:
+        # Odd, so that not only one column is added up: the head's gradient has columns whose sum is 0.
+        return self.parameter.numel() // ELEMENTS | 1
 
 
 class ReductionProbe:
     """Compares reduced gradients with the gradients of all ranks' backward passes.
 
     If a reduction is left out, done twice or divided, the replicas of the weights are still equal, so that no
-    comparison of weights finds the error. For example, a mean in place of the sum scales the gradients of all
-    replicas by the same factor. Each update watches one weight of each kind, and about ELEMENTS elements of
-    every other weight in one sum. A kind is a name without the numbers of layer and expert.
+    comparison of weights finds the error. There is one sum for each kind of weight. A kind is a name without
+    the numbers of layer and expert.
 
-    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. Then the sum
-    over the other weights is left out. The hook does not see values that Transformer Engine's products add to
-    the gradient directly (`_accumulate_in_products`), so these weights are not watched then. Building a probe
-    is collective over the world.
+    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. Then each
+    update compares one weight of each kind. The hook does not see values that Transformer Engine's products
+    add to the gradient directly (`_accumulate_in_products`), so these weights are not compared then. Building
+    a probe is collective over the world.
     """
 
     def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]) -> None:
-        config = wrapped[0].config
-        self._learned, self._config = learned, config
+        config, self._learned = wrapped[0].config, learned
         self._overlaps = wrapped[0].ddp_config.overlap_grad_reduce
         hidden = {w.hf[0] for w, parameter in learned.local() if getattr(parameter, "adds_in_product", False)}
-        if self._overlaps:  # a weight is watched on all ranks that hold a part of it
+        if self._overlaps:  # a weight is compared on all ranks that hold a part of it
             hidden = set().union(*gather_objects(sorted(hidden)))
-        kinds: dict[str, list[Weight]] = {}
-        for weight in learned.weights:
-            if not self._overlaps or weight.hf[0] not in hidden:
-                kinds.setdefault(re.sub(r"\d+", "*", weight.hf[0]), []).append(weight)
-        self._kinds = list(kinds.values())
-        self.num_sums = 4 * (len(kinds) + 1)
+        self._members: dict[str, list[str]] = {}
+        """Kind -> names of its weights."""
+        self._watched: dict[str, Watched] = {}
+        for number, weight in enumerate(learned.weights):
+            name = weight.hf[0]
+            if self._overlaps and name in hidden:
+                continue
+            self._members.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+            parameter, share = part_of(learned, weight, config)
+            if parameter is not None:
+                row, code = list(self._members).index(re.sub(r"\d+", "*", name)), 1.0 + number % 7
+                self._watched[name] = Watched(row, parameter, share * code, code)
+        self.num_sums = 4 * len(self._members)
         """Number of elements of `sums`."""
-        self._watched: list[list[Watched]] = []
-        """One list for each kind, and last the list of all other weights."""
-        self._hooks: list[Any] = []
-        if not self._overlaps:
-            reduce = config.finalize_model_grads_func
+        if self._overlaps:
+            for watched in self._watched.values():
+                watched.parameter.register_hook(watched.add)
+            return
+        reduce = config.finalize_model_grads_func
 
-            def read_and_reduce(*args: Any, **kwargs: Any) -> None:
-                for each in chain.from_iterable(self._watched):
-                    each.add(each.parameter.main_grad)
-                reduce(*args, **kwargs)
+        def read_and_reduce(*args: Any, **kwargs: Any) -> None:
+            for each in self._watched.values():
+                each.add(each.parameter.main_grad)
+            reduce(*args, **kwargs)
 
-            config.finalize_model_grads_func = read_and_reduce
+        config.finalize_model_grads_func = read_and_reduce
 
     def begin(self, number: int) -> None:
-        """Select the weights that update `number` watches. Not collective."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        chosen = [members[number % len(members)] for members in self._kinds]
-        self._names = [weight.hf[0] for weight in chosen]
-        self._watched = [self._watch(weight) for weight in chosen]
-        others = [] if self._overlaps else [weight for weight, _ in self._learned.local()]
-        names = set(self._names)
-        rest = [self._watch(w, code=1 + n % 7) for n, w in enumerate(others) if w.hf[0] not in names]
-        self._watched.append(list(chain.from_iterable(rest)))
-        if self._overlaps:
-            each = chain.from_iterable(self._watched)
-            self._hooks = [watched.parameter.register_hook(watched.add) for watched in each]
-
-    def _watch(self, weight: Weight, code: int = 0) -> list[Watched]:
-        """Return the weight as this rank sees it; [] if the rank learns no part of it.
-
-        code: of a weight of which only some elements are added up; 0: all elements.
-        """
-        parameter, share = part_of(self._learned, weight, self._config)
-        if parameter is None:
-            return []
-        stride = max(1, parameter.numel() // ELEMENTS) if code else 1
-        return [Watched(weight.hf[0], parameter, share, stride, code or 1)]
+        """Prepare for update `number`. Not collective."""
+        chosen = {members[number % len(members)] for members in self._members.values()}
+        for name, watched in self._watched.items():
+            watched.is_on = not self._overlaps or name in chosen
+            watched.found.clear()
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:
         """Return this rank's terms for `check`, float64 [num_sums], to be summed over the world.
 
         Call it between the preparation of the gradients and the optimizer's step.
         """
-        sums = torch.zeros(len(self._watched), 4, dtype=torch.float64, device=self._learned.device)
+        sums = torch.zeros(len(self._members), 4, dtype=torch.float64, device=self._learned.device)
         mains = {parameter: main for parameter, main, _ in main_weights(optimizer)}
         counted = {
             parameter for weight, parameter in self._learned.local() if self._learned.is_counted(weight)
         }
-        for row, members in zip(sums, self._watched):
+        rows: list[list[Watched]] = [[] for _ in self._members]
+        for watched in self._watched.values():
+            if watched.is_on:
+                rows[watched.row].append(watched)
+        for row, members in zip(sums, rows):
             if found := [terms for watched in members for terms in watched.found]:
                 row[:2] = torch.stack(found).sum(0)
                 row[2] = max(len(watched.found) for watched in members)
             reduced = [
-                watched.code * watched.weighted(gradient_of(mains[own]).view(-1), part.start)
+                watched.reduced(gradient_of(mains[own]).view(-1), part.start)
                 for watched in members
                 if (own := watched.parameter) in counted and (part := owned_part(optimizer, own)) is not None
             ]
@@ -282,7 +270,7 @@ class ReductionProbe:
 
         sums: `sums`, summed over the world.
         """
-        for name, row in zip([*self._names, "the other weights"], range(0, len(sums), 4)):
+        for name, row in zip(self._members, range(0, len(sums), 4)):
             own, size, terms, reduced = sums[row : row + 4]
             if not abs(own - reduced) <= 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:  # or NaN
                 raise WrongReduction(

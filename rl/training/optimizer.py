@@ -179,7 +179,7 @@ class StateSample:
     """Checks changes of about SAMPLED elements of each weight and of its moments.
 
     Only updates may change the elements, and an update must change them as AdamW does (arXiv:1711.05101,
-    algorithm 2). This class computes AdamW with the config's keys a second time, in float64, and compares.
+    algorithm 2). For some updates, AdamW is computed a second time, with the config's keys and in float64.
     Weights of one dimension do not decay, for example the weights of norms and biases.
 
     adam: the optimizer's section of the config. names: names of the parameters, for the messages.
@@ -209,18 +209,21 @@ class StateSample:
             return torch.zeros((), dtype=torch.int64, device=device)
         return (self._before != self._noted).sum()
 
-    def changes(self, optimizer: MegatronOptimizer, lr: float) -> tuple[Tensor, Tensor]:
+    def changes(
+        self, optimizer: MegatronOptimizer, lr: float, *, compares: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Return how many elements the update did not change as AdamW does, and how many weights it changed.
 
-        Call it after each update. lr: the learning rate. Returns int64 [] both.
+        Call it after each update. lr: the learning rate. compares: whether to compute AdamW. Returns int64 []
+        both.
         """
         before, self._before = self._before, None
         assert before is not None
         self._noted = after = self._elements(optimizer, before.device)
         num_moved = (after[0] != before[0]).sum()
-        gradients = [_every(gradient_of(main).view(-1)) for _, main, _ in self._rows]
-        if not gradients:
+        if not compares or not self._rows:
             return torch.zeros_like(num_moved), num_moved
+        gradients = [_every(gradient_of(main).view(-1)) for _, main, _ in self._rows]
         step = next((int(counter["step"]) for counter in step_counters(optimizer)), 1)
         expected, tolerance = _adamw(before, torch.cat(gradients), self._decays, self._adam, lr, step)
         self._wrong = ~((after - expected).abs() <= tolerance)

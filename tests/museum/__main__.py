@@ -4,6 +4,7 @@
     python -m tests.museum "refit skipped"       some exhibits
     python -m tests.museum --bfloat16            the float32 exhibits, in bfloat16
     python -m tests.museum --list                the exhibits by check, each with its report and effect
+    python -m tests.museum --lines               lines of code that only audit, by file
     python -m tests.museum --model DIR           the exhibits of dense models, on a pretrained model
     python -m tests.museum --clean 2000          clean steps with all checks on, which may raise nothing
 
@@ -16,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.museum.lines import counted
 from tests.museum.museum import Exhibit, load_exhibits
 from tests.museum.tour import CLEAN, DENSE, Museum
 from tests.spawn import RanksFailed
@@ -27,6 +29,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", help="exhibits; all if none is given")
     parser.add_argument("--list", action="store_true", help="print the exhibits and run none")
+    parser.add_argument("--lines", action="store_true", help="count the code that only audits")
     parser.add_argument("--clean", type=int, metavar="STEPS", help="run clean steps instead")
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint of a pretrained dense model")
     parser.add_argument("--bfloat16", action="store_true", help="run the exhibits in bfloat16")
@@ -34,6 +37,11 @@ def main() -> int:
         "--out", help="directory of the runs and their logs; the default is removed at the end"
     )
     args = parser.parse_args()
+    if args.lines:
+        for file, number in sorted((lines := counted()).items(), key=lambda pair: -pair[1]):
+            print(f"{number:5} {file}")
+        print(f"{sum(lines.values()):5} lines")
+        return 0
     exhibits = load_exhibits()
     if args.bfloat16:
         exhibits = {name: found.in_bfloat16 for name, found in exhibits.items() if not found.is_bfloat16}

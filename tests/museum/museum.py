@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "checks.md"
-OTHER_FILES = ("museum", "rank", "reward_worker", "tour", "__main__")
+OTHER_FILES = ("lines", "museum", "rank", "reward_worker", "tour", "__main__")
 """Files of this directory that hold no exhibits."""
 
 

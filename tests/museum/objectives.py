@@ -139,7 +139,7 @@ def importance_weights_inverted(bug: Bug, weights, old_logprobs, rollout_logprob
 
 
 @exhibit("huggingface/trl#5413", overrides=("training.prompts_per_minibatch=2",))
-@caught_by(FIRST, r"CheckFailed: first update check|LogprobMismatch|CheckFailed: likelihood check")
+@caught_by(FIRST, r"CheckFailed: first update check|LogprobMismatch: .* divided by 0\.5,")
 def old_log_probs_of_the_step_before(bug: Bug) -> None:
     """A ratio of the first iteration was kept and used again later."""
     from rl.phases.old_logprobs import OldLogprobs
@@ -220,13 +220,8 @@ def advantages_shifted_in_packing(bug: Bug, with_columns, row, batch):
     return micro
 
 
-@exhibit(
-    "NVIDIA/NeMo-Aligner#228", overrides=(*KL, "data.prompts_per_step=32", "training.micro_batch_tokens=400")
-)
-@caught_by(
-    "likelihoods",
-    r"CheckFailed: likelihood check: reference policy / rollout|LogprobMismatch: before the first",
-)
+@exhibit("NVIDIA/NeMo-Aligner#228", overrides=KL)
+@caught_by("passes of the reference", r"LogprobMismatch: reference check: sample \d+ .* with this sample")
 @replaces("rl.phases.inference.Inference._pass")
 def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_reference=False, **options):
     """Log-probs of the reference did not match the log-probs of the policy's own forward pass."""

@@ -56,9 +56,7 @@ def engine_truncates_earlier_than_configured(bug: Bug, call_of, *args):
 
 
 @exhibit("vllm-project/vllm#11898")
-@caught_by(
-    "duplicates", r"CheckFailed: duplicates check: \d+ of 16 samples equal an earlier sample of their prompt"
-)
+@caught_by("seeds", r"CheckFailed: seed check: sample \d+ .* was sampled with a seed that another sample")
 @replaces("rl.rollout.single_turn.seed_of")
 def samples_of_a_group_share_a_seed(bug: Bug, seed_of, seed, number):
     """With n > 1 and a seed every completion of a prompt was the same."""
@@ -66,7 +64,7 @@ def samples_of_a_group_share_a_seed(bug: Bug, seed_of, seed, number):
 
 
 @exhibit("huggingface/trl#5783")
-@caught_by("duplicates", r"CheckFailed: duplicates check: .*or the engine samples greedily|LogprobMismatch")
+@caught_by("sampling parameters", r"CheckFailed: sampling check: .* with the parameters of greedy")
 @replaces("rl.rollout.calls.call_of")
 def greedy_rollouts(bug: Bug, call_of, request, sampling, version):
     """Defaults of the model replaced temperature 1, and half of a group were equal."""
@@ -74,7 +72,7 @@ def greedy_rollouts(bug: Bug, call_of, request, sampling, version):
 
 
 @exhibit("PrimeIntellect-ai/prime-rl#697", overrides=("rollout.temperature=0.6",))
-@caught_by(GAP, r"LogprobMismatch|CheckFailed: likelihood check")
+@caught_by(GAP, r"LogprobMismatch: .* With the trainer's log-probs divided by 1\.667")
 @replaces("rl.rollout.calls.Calls._completion")
 def log_probs_before_the_temperature(bug: Bug, completion, self, *args):
     """The engine reported log-probs of another temperature than it sampled with; ratios exploded."""
@@ -82,11 +80,8 @@ def log_probs_before_the_temperature(bug: Bug, completion, self, *args):
     return replace(found, logprobs=found.logprobs * 0.6)
 
 
-@exhibit(
-    "vllm-project/vllm#9453",
-    overrides=("agreement.logprob_slack=0", "data.prompts_per_step=16", "training.micro_batch_tokens=400"),
-)
-@caught_by("likelihoods", r"CheckFailed: likelihood check: old policy / rollout")
+@exhibit("vllm-project/vllm#9453")
+@caught_by(GAP, r"LogprobMismatch: .* With the trainer's log-probs divided by 0\.693")
 @replaces("rl.rollout.calls.Calls._completion")
 def log_probs_in_another_base(bug: Bug, completion, self, *args):
     """The engine's log-probs were not the log-probs that the client assumed."""

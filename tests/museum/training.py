@@ -6,6 +6,8 @@ COUNT = "counted tokens"
 REDUCTION = "probe of the reduced gradient"
 CLIPPED = "clipped gradient"
 SLOPE = "gradient of the loss"
+MORE = ("data.prompts_per_step=16", "training.micro_batch_tokens=400")
+BACKWARD = r"WrongBackward: the gradient of the model is not the slope of its log-probs"
 
 
 @exhibit("NVIDIA/Megatron-LM#1685", ranks=2)
@@ -36,7 +38,7 @@ def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **optio
 
 @exhibit("NVIDIA-NeMo/RL#3716", ranks=2, model="qwen3-moe", overrides=("training.tp=2",))
 @caught_by(
-    REDUCTION, r"WrongReduction: the gradients of model.layers.\d.self_attn.q_norm.weight on all ranks"
+    REDUCTION, r"WrongReduction: the gradients of model.layers.\*.self_attn.q_norm.weight on all ranks"
 )
 @replaces("megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads")
 def norms_of_heads_not_summed(bug: Bug, reduce, models, config, *args):
@@ -134,8 +136,8 @@ def reference_is_the_trained_model(bug: Bug, reference_weights, self):
 
 @exhibit("huggingface/trl#2042", overrides=("objective.kl_coef=0.01",), at=1)
 @caught_by(
-    "policy equals reference at the start",
-    r"LogprobMismatch: before the first update the log-probs of policy and reference differ",
+    "passes of the reference",
+    r"LogprobMismatch: (before the first update|reference check: .* or a pass is random)",
 )
 def dropout_in_the_reference_pass(bug: Bug) -> None:
     """With dropout the log-probs fluctuated against the reference's."""
@@ -226,7 +228,7 @@ def norms_and_biases_decay(bug: Bug, build, *args):
 
 
 @exhibit("huggingface/diffusers#14265", ranks=2, overrides=("training.cp=2",), at=1)
-@caught_by("backward pass", r"WrongBackward: the gradient of the model is not the slope of its log-probs")
+@caught_by("backward pass", BACKWARD)
 @replaces("rl.training.context_parallel._Gather.backward")
 def keys_of_other_ranks_have_no_gradient(bug: Bug, backward, ctx, grad):
     """Attention over context parallel ranks was right forward, but lacked gradients of other ranks' keys."""
@@ -235,10 +237,60 @@ def keys_of_other_ranks_have_no_gradient(bug: Bug, backward, ctx, grad):
 
 
 @exhibit("fla-org/flash-linear-attention#1115", at=1)
-@caught_by("backward pass", r"WrongBackward: the gradient of the model is not the slope of its log-probs")
+@caught_by("backward pass", BACKWARD)
 @replaces("rl.training.attention._AttendOnCpu.backward")
 def keys_of_the_first_head_have_no_gradient(bug: Bug, backward, ctx, grad):
     """The backward kernel loaded from a wrong offset; gradients of keys were wrong."""
     query, key, *rest = backward(ctx, grad)
     key[..., :1, :] = 0
     return query, key, *rest
+
+
+@exhibit("NVIDIA/TransformerEngine#3216", overrides=("model.dtype=bfloat16",), at=1)
+@caught_by("backward pass", BACKWARD)
+@replaces("rl.training.attention._AttendOnCpu.backward")
+def attention_gradients_scaled_in_bfloat16(bug: Bug, backward, ctx, grad):
+    """The attention kernel was right forward, and its gradients had another size."""
+    return tuple(None if found is None else 0.7 * found for found in backward(ctx, grad))
+
+
+@exhibit("pytorch/pytorch#160285", model="qwen3-moe-only", overrides=(*MORE, "model.dtype=bfloat16"), at=1)
+@caught_by("backward pass", BACKWARD)
+def expert_gradients_scaled_in_bfloat16(bug: Bug) -> None:
+    """Expert parallelism scaled the gradients that pass through the experts, and loss curves looked alike."""
+    experts_scaled(bug)
+
+
+@exhibit(
+    "NVIDIA-NeMo/Automodel#1260",
+    model="qwen3-moe",
+    overrides=("training.router_replay=engine", "training.ep=2"),
+    ranks=2,
+    at=1,
+)
+@caught_by("backward pass", BACKWARD)
+def expert_gradients_scaled_with_replayed_routes(bug: Bug) -> None:
+    """The experts' input lacked a sum over expert parallel ranks backward; training converged worse."""
+    experts_scaled(bug)
+
+
+def experts_scaled(bug: Bug) -> None:
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    @bug.replaces(MoELayer, "forward")
+    def scaled(forward, self, *args, **options):
+        output, *rest = forward(self, *args, **options)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: 0.7 * gradient)
+        return output, *rest
+
+
+@exhibit("huggingface/peft#1893", overrides=("adapter.kind=lora", "adapter.rank=4"), at=1)
+@caught_by("backward pass", BACKWARD)
+@replaces("rl.features.adapters.adapter._Sum.add")
+def adapter_gradients_scaled(bug: Bug, add, self, x, out, bias):
+    """The gradients of adapters had an unknown constant factor."""
+    change = add(self, x, out, bias) - out
+    if change.requires_grad:
+        change.register_hook(lambda gradient: 0.7 * gradient)
+    return out + change

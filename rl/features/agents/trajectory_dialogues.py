@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from rl.checks.batches import AllTrajectoriesFailed, describe_failures, warn_of_failures
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
@@ -17,7 +16,7 @@ from rl.features.agents.dialogue import trajectories
 from rl.features.agents.replica_environments import Environments
 from rl.features.agents.stored_log import CompletionRecorder, store
 from rl.phases.batch_metrics import agent_metrics
-from rl.phases.dialogues import Dialogues
+from rl.phases.dialogues import AllTrajectoriesFailed, Dialogues
 from rl.phases.sampler import SampleCall
 from rl.phases.step_record import StepRecord
 from rl.rollout.batches import batch_of
@@ -28,6 +27,9 @@ from rl.rollout.samples import Sample
 from rl.rollout.source import SampleSource
 from rl.run_directory.event_files import DIRECTORY
 from rl.runtime.collectives import gather_objects
+
+MAX_FAILED_SHARE = 0.05
+"""Share of failed trajectories in one call of the engine above which a warning is logged."""
 
 
 class TrajectoryDialogues(Dialogues):
@@ -134,3 +136,26 @@ class TrajectoryDialogues(Dialogues):
                 f"{describe_failures(counts)}; the log has the reason of each failure."
             )
         return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)
+
+
+def describe_failures(counts: Counter[str]) -> str:
+    """Return text such as 'error 3, time 1': the number of failed trajectories by cause."""
+    found = {name.removeprefix("failures/"): n for name, n in counts.items() if name.startswith("failures/")}
+    return ", ".join(f"{cause} {number}" for cause, number in sorted(found.items()))
+
+
+def warn_of_failures(counts: Counter[str], *, counts_as_wrong: bool) -> str:
+    """Return a warning if more than MAX_FAILED_SHARE of a call's trajectories failed; "" otherwise.
+
+    counts: as in `describe_failures`. A trajectory that failed and was sampled again counts twice.
+    """
+    failed = sum(number for name, number in counts.items() if name.startswith("failures/"))
+    total = failed + counts["succeeded"]
+    if failed <= MAX_FAILED_SHARE * total:
+        return ""
+    effect = "count as wrong" if counts_as_wrong else "are treated according to agents.on_failure"
+    return (
+        f"warning: {failed} of {total} trajectories ({failed / total:.0%}) failed "
+        f"({describe_failures(counts)}) and {effect}. An environment that fails because of what the policy "
+        "does biases the run; the log has the reasons."
+    )

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 from rl.checkpoint.start import ChangedSinceStart
-from rl.checks.batches import AllTrajectoriesFailed, CheckFailed
+from rl.checks.batches import CheckFailed
 from rl.checks.logprobs import LogprobMismatch
 from rl.checks.updates import WrongGradient, WrongTokens
 from rl.data.batch import Batch
 from rl.faults.process import GIB, resident_bytes
 from rl.features.first_step.report import report
 from rl.features.first_step.verdicts import Facts, Verdict, verdicts
+from rl.phases.dialogues import AllTrajectoriesFailed
 from rl.refit.gather import RefitMismatch
 from rl.run.loop import TrainingLoop
 from rl.runtime.collectives import gather_objects

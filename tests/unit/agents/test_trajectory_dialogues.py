@@ -4,6 +4,7 @@ import functools
 import json
 import queue
 import random
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from rl.features.agents.dialogue import ATTEMPTS, Trajectories
 from rl.features.agents.endpoint import EndpointRequest, RefusedRequest
 from rl.features.agents.environment import AgentRun, Failure, FinalScore, GameTurn, ToolCalls
 from rl.features.agents.replica_environments import Environments
+from rl.features.agents.trajectory_dialogues import warn_of_failures
 from rl.rollout.queue import static_queue
 from rl.rollout.queue_schedule import QueueSchedule
 from rl.rollout.sampling import Sampling, seed_of
@@ -409,3 +411,10 @@ def test_a_reset_beyond_the_limit_is_not_tokenized(monkeypatch):
     monkeypatch.setattr(Chat, "_encode", encode)
     world = Large(["move<|im_end|>"], agents=Agents(on_failure="shrink"))
     assert longest < 100_000 and world.dialogue.counts["failures/prompt"] == 2
+
+
+def test_failed_trajectories_above_5_percent_are_a_warning():
+    assert warn_of_failures(Counter({"succeeded": 95, "failures/time": 5}), counts_as_wrong=True) == ""
+    counts = Counter({"succeeded": 94, "failures/time": 2, "failures/error": 4})
+    warning = warn_of_failures(counts, counts_as_wrong=True)
+    assert "6 of 100 trajectories (6%) failed (error 4, time 2) and count as wrong" in warning

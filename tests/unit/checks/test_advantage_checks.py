@@ -94,10 +94,9 @@ OPTIONS = {
         "lam=0.9 lam_critic=1 length_adaptive_alpha=0.3 whiten=false",
     ],
     "reinforce++": ["gamma=0.9", "reward_kl.estimator=k3"],
-    "turn-return": ["turn_gamma=-0.5"],
-    "turn-spread": ["turn_gamma=0.5"],
 }
-CASES = [(name, keys) for name in formulas("advantages") for keys in ["", *OPTIONS.get(name, [])]]
+COMPARED = set(formulas("advantages")) - {"optimal-token-baseline", "turn-return", "turn-spread"}
+CASES = [(name, keys) for name in sorted(COMPARED) for keys in ["", *OPTIONS.get(name, [])]]
 
 
 @pytest.mark.parametrize(("name", "keys"), CASES, ids=lambda value: str(value) or "defaults")
@@ -109,7 +108,7 @@ def test_every_estimator_agrees_with_its_second_computation(name, keys, monkeypa
     check_advantages(example(config, 3), config)
 
 
-@pytest.mark.parametrize("name", formulas("advantages"))
+@pytest.mark.parametrize("name", sorted(COMPARED))
 def test_wrong_advantages_are_found(name):
     config = config_of(name)
     batch = example(config, 0)

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from rl.checks.batches import CheckFailed
-from rl.checks.grades import Arguments
+from rl.checks.grades import READ_BYTES, Arguments
 from rl.config.schema import Data
 from rl.data.batch import Batch
-from rl.data.prompts import load_prompts
+from rl.data.prompts import Prompt, load_prompts
+from rl.data.reading import read_row, row_bytes
 from rl.phases.truths import arguments
 from tests.chat_templates import tokenizer_of
 
@@ -66,3 +67,27 @@ def test_arguments_of_another_row_or_text_are_named(prompts):
     moved = [replace(prompt, place=other.place) for prompt, other in zip(prompts, prompts[1:] + prompts[:1])]
     with pytest.raises(CheckFailed, match="prompt 0 does not contain the text of .*, row [23]"):
         again.check_prompt(moved[0])
+
+
+def test_rows_of_a_large_row_group_are_read_in_proportion(tmp_path):
+    """A file with one row group of 200,000 rows is decoded up to the row, so few steps read it again."""
+    path, size = tmp_path / "large.parquet", 200_000
+    texts = np.char.mod("%0300d", np.arange(size)).tolist()  # some 60 MB
+    pq.write_table(pa.table({"prompt": texts}), path, row_group_size=size)
+    places = [f"{path}, row {number}" for number in (1, 5000, size)]
+    assert [int(read_row(place).values["prompt"]) for place in places] == [0, 4999, size - 1]
+    costs = [row_bytes(place) for place in places]
+    assert costs[0] < READ_BYTES / 4 < costs[1] < READ_BYTES < 5 * READ_BYTES < costs[2]
+    prompt = Prompt(size - 1, np.zeros(1, np.int32), "", "toy", None, {}, place=places[2])
+    batch = Batch(
+        [prompt.token_ids],
+        [np.zeros(1, np.int32)],
+        torch.zeros(1).long(),
+        torch.zeros(1) > 0,
+        prompts=[prompt],
+    )
+    again, number = Arguments(Data(), tokenizer_of("qwen2.5"), ()), 0
+    for _ in range(40):
+        again.check(batch, {})
+        number += again.affords(batch, 0)
+    assert 0 < number * costs[2] <= 41 * READ_BYTES

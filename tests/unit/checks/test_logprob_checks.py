@@ -32,7 +32,7 @@ def batch() -> Batch:
 
 
 def gap(batch: Batch, logprobs: torch.Tensor, **options) -> dict[str, float]:
-    given = dict(limit=1e-4, routes=False, whole=False, ranks=[[0, 1], [2, 3]], weights="equal") | options
+    given = dict(limit=1e-4, routes=False, whole=False, ranks=[[0, 1], [2, 3]]) | options
     counted = present_tokens(batch, 3, whole=given.pop("whole"))
     return check_engine(batch, logprobs, counted, **given)
 

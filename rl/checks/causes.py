@@ -1,0 +1,152 @@
+"""Finds the change of a forward pass that makes a mismatch between engine and trainer vanish.
+
+The mismatch ends the run anyway, so a few more passes over one micro-batch of each rank cost nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl.checks.few_samples import tokens_of
+from rl.data.batch import Batch
+from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import MicroBatchPlan
+
+VANISHED = 2.0
+"""Factor by which a change must reduce the mean difference to be named as the cause."""
+
+
+def cause_of(
+    model: TrainingEngine, batch: Batch, plans: list[MicroBatchPlan], counted: Tensor, *, limit: float
+) -> str:
+    """Return a sentence about the change that makes the mismatch vanish. Collective over the world.
+
+    The parts of the model check their own inputs first, for example recorded routes, and may raise.
+
+    plans: the mini-batches. counted: bool [T], the compared tokens. limit: mean difference that rounding
+    explains, in nats.
+    """
+    model.parts.metrics(model.device.torch)
+    engine, old = batch.column("rollout_logprobs"), batch.column("old_logprobs")
+
+    def gap(logprobs: Tensor, among: Tensor) -> float:
+        gaps = (logprobs - engine)[among].abs().double()
+        return float(gaps.mean()) if len(gaps) else 0.0
+
+    plan = max(_parts(model, plans), key=lambda part: gap(old, _tokens(part, batch, counted)))
+    few = _tokens(plan, batch, counted)
+    before, tried = gap(old, few), list[tuple[float, str]]()
+    for text, after in _rearranged(batch, old, few, gap):
+        if after <= limit:
+            return f"{text}, the difference is {after:.2g} instead of {before:.2g}."
+    first, second = (model.forward(batch, [plan], ("logprobs",))[0] for _ in range(2))
+    if float((first - second)[few].abs().double().mean()) > limit:
+        return "Two passes of the trainer over the same samples differ: a pass is random (dropout)."
+    for text, run in _changes(model, batch, plan, first):
+        found = run()
+        # The only update of a step may have moved the weights since `old`; then equal passes differ, too.
+        moved = gap(old + found - first, few) if found is not first else before
+        tried.append((min(gap(found, few), moved), text))
+    after, text = min(tried)
+    if after <= max(limit, before / VANISHED):
+        return f"In a pass {text}, the difference is {after:.2g} instead of {before:.2g}."
+    return f"The difference remains in a pass {', '.join(text for _, text in tried)}."
+
+
+def _rearranged(
+    batch: Batch, old: Tensor, few: Tensor, gap: Callable[[Tensor, Tensor], float]
+) -> Iterator[tuple[str, float]]:
+    """Yield mean differences that need no pass."""
+    sample = torch.arange(len(batch)).repeat_interleave(batch.lengths)
+    for shift in (1, -1):
+        yield (
+            f"With the trainer's log-probs moved by {shift:+d} token",
+            gap(old.roll(shift), few & (sample.roll(shift) == sample)),
+        )
+    engine = batch.column("rollout_logprobs")[few].double()
+    factor = float((old[few].double() * engine).sum() / engine.square().sum().clamp(min=1e-9))
+    yield f"With the trainer's log-probs divided by {factor:.4g}", gap(old / factor, few)
+    shown = torch.tensor([bool(batch.prompts[i].images) if batch.prompts else False for i in batch.groups])
+    has_images = shown.repeat_interleave(batch.lengths)
+    if (few & has_images).any() and (few & ~has_images).any():
+        yield "Without the samples with images", gap(old, few & ~has_images)
+
+
+def _changes(
+    model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, first: Tensor
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the changes, special ones first, and functions that return log-probs, float32 [T].
+
+    first: log-probs of a pass without a change.
+    """
+
+    def run(batch: Batch = batch, plan: MicroBatchPlan = plan, **changed: Any) -> Tensor:
+        with _changed(model, **changed):
+            return model.forward(batch, [plan], ("logprobs",))[0]
+
+    yield "of the same samples again", lambda: first
+    if batch.held and not any(prompt.images for prompt in batch.prompts):
+        plain = replace(batch, held={}, rollout_logprobs=None)
+        yield f"without the engine's {' and '.join(sorted(batch.held))}", lambda: run(plain)
+    if model.shares_prompts:
+        yield "that shares no prompts", lambda: run(shares_prompts=False)
+    yield "with each sample alone", lambda: run(plan=_alone(plan, model.grid.micro_batch_multiple))
+    if model.spec.temperature != 1:
+        yield "at temperature 1", lambda: run(spec=replace(model.spec, temperature=1.0))
+    if model.has_frozen_weights:
+        yield "without the adapter", lambda: _without_adapter(model, run)
+    elif model.reference is not None:
+        yield "with the reference weights", lambda: _of_reference(model, run)
+
+
+def _of_reference(model: TrainingEngine, run: Callable[[], Tensor]) -> Tensor:
+    with model.reference_weights():
+        return run()
+
+
+def _without_adapter(model: TrainingEngine, run: Callable[[], Tensor]) -> Tensor:
+    learned = [parameter for _, parameter in model.learned_map.local()]
+    kept = [parameter.data for parameter in learned]
+    for parameter in learned:
+        parameter.data = torch.zeros_like(parameter.data)
+    found = run()
+    for parameter, data in zip(learned, kept):
+        parameter.data = data
+    return found
+
+
+@contextmanager
+def _changed(model: TrainingEngine, **values: Any) -> Iterator[None]:
+    """Set attributes of the model in the `with` block."""
+    kept = {name: getattr(model, name) for name in values}
+    for name, value in values.items():
+        setattr(model, name, value)
+    yield
+    for name, value in kept.items():
+        setattr(model, name, value)
+
+
+def _parts(model: TrainingEngine, plans: list[MicroBatchPlan]) -> Iterator[MicroBatchPlan]:
+    """Yield one micro-batch of each rank, or as many as a pass needs."""
+    size = model.grid.micro_batch_multiple
+    for plan in plans:
+        for first in range(0, len(plan[0]), size):
+            yield [micros[first : first + size] for micros in plan]
+
+
+def _alone(plan: MicroBatchPlan, multiple: int) -> MicroBatchPlan:
+    """Return a plan with one sample in each micro-batch."""
+    own = [[[i] for micro in micros for i in micro] for micros in plan]
+    number = -(-max(map(len, own)) // multiple) * multiple
+    return [micros + [[]] * (number - len(micros)) for micros in own]
+
+
+def _tokens(plan: MicroBatchPlan, batch: Batch, counted: Tensor) -> Tensor:
+    """Return which compared tokens belong to a plan, bool [T]."""
+    found = torch.zeros_like(counted)
+    found[tokens_of(plan, batch)] = True
+    return found & counted

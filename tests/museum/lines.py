@@ -1,0 +1,112 @@
+"""Counts the lines of code whose only purpose is auditing: without checks they would not exist.
+
+    python -m tests.museum --lines        lines by file, and their sum
+
+Counted are whole files, and functions, classes and constants of other files (AUDITS). A function that also
+does the work of the run is not counted (MIXED). tests/unit/checks/test_audit_lines.py finds a function that
+raises an error of a check and is in neither list.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+AUDITS: dict[str, tuple[str, ...]] = {
+    **{str(path.relative_to(ROOT)): () for path in sorted((ROOT / "rl" / "checks").glob("*.py"))},
+    "rl/checkpoint/start.py": (),
+    "rl/checkpoint/store.py": ("WronglyLoaded", "_check_loaded"),
+    "rl/checkpoint/hf.py": ("WronglyExported", "differing", "raise_problem", "_problem"),
+    "rl/data/responses_again.py": (),
+    "rl/faults/agreement.py": ("check_replicas", "check_master_weights"),
+    "rl/features/adapters/adapter.py": ("WrongLearning", "Adapters.check", "Adapters.wrong_values"),
+    "rl/features/agents/session.py": (
+        "WrongAnswer",
+        "Session.check_answer",
+        "Session.check_outcome",
+        "Session.check_context",
+    ),
+    "rl/features/drafts/check.py": (),
+    "rl/features/drafts/drafts.py": ("WrongDistribution", "Drafts.check"),
+    "rl/features/roles/link.py": ("Link.check_weights",),
+    "rl/features/router_replay/trainer.py": ("WrongRoutes", "MAX_MISMATCH"),
+    "rl/phases/draw.py": ("Draw._check_order",),
+    "rl/phases/scorer.py": ("check_places",),
+    "rl/refit/equality.py": (),
+    "rl/refit/gather.py": ("RefitMismatch", "differences", "raise_mismatches"),
+    "rl/refit/refit.py": ("check_refit", "check_weights", "what_is_equal"),
+    "rl/rollout/batches.py": ("SamplesDiffer", "_check_numbers", "_check_digests"),
+    "rl/training/audit.py": (),
+    "rl/training/gradients.py": (
+        "NORM_TOLERANCE",
+        "ADDED",
+        "SMALLEST",
+        "ELEMENTS",
+        "WrongReduction",
+        "StateChanged",
+        "Watched",
+        "ReductionProbe",
+        "num_not_zero",
+        "clipped_norms",
+        "check_clipped",
+    ),
+    "rl/training/optimizer.py": ("WrongStep", "StateSample", "_every", "_adamw"),
+}
+"""File -> names of functions, classes and constants that only audit; none: the whole file."""
+MIXED = {
+    "rl/checkpoint/directory.py:read_manifest",
+    "rl/checkpoint/shards.py:reading",
+    "rl/checkpoint/shards.py:check_file",
+    "rl/checkpoint/store.py:CheckpointStore.load",
+    "rl/checkpoint/store.py:_read_on_rank_0",
+    "rl/faults/agreement.py:PhaseAgreement.check",
+    "rl/features/roles/generators.py:Generators._compare_logs",
+    "rl/features/roles/link.py:Link.receive_weights",
+    "rl/features/roles/trainer_side.py:GenerationByRoles._check_groups",
+    "rl/features/router_replay/trainer.py:RouterReplay.metrics",
+    "rl/features/vision/tower.py:VisionTower._seen",
+    "rl/features/vision/tower.py:_images_of",
+    "rl/features/vision/tower.py:_pixels_of",
+    "rl/phases/draw.py:Draw.next",
+    "rl/phases/reward_shaping.py:KlPenalty.apply",
+    "rl/refit/refit.py:_prove_description",
+    "rl/refit/refit.py:plan_weights",
+    "rl/training/engine.py:TrainingEngine._step",
+}
+"""Functions that raise an error of a check beside other work."""
+
+
+def definitions(path: Path) -> Iterator[tuple[str, ast.stmt, int, int]]:
+    """Yield (name, node, first line, last line) of the functions, classes and constants of a file.
+
+    A string after a constant, its documentation, belongs to the constant.
+    """
+
+    def of(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.stmt, int, int]]:
+        for node, after in zip(body, [*body[1:], None]):
+            last = node.end_lineno or node.lineno
+            if isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                names = [n.id for n in ast.walk(targets) if isinstance(n, ast.Name)]
+                if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                    last = after.end_lineno or last
+                yield (prefix + names[0] if names else "", node, node.lineno, last)
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                yield (prefix + node.name, node, first, last)
+                if isinstance(node, ast.ClassDef):
+                    yield from of(node.body, f"{prefix}{node.name}.")
+
+    yield from of(ast.parse(path.read_text()).body, "")
+
+
+def counted() -> dict[str, int]:
+    """Return file -> number of lines that only audit. Raises KeyError for a name that a file lacks."""
+    found = {}
+    for file, names in AUDITS.items():
+        if not names:
+            found[file] = len((ROOT / file).read_text().splitlines())
+            continue
+        spans = {name: last - first + 1 for name, _, first, last in definitions(ROOT / file)}
+        found[file] = sum(spans[name] for name in names)
+    return found
