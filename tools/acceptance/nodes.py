@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import yaml
 
-from rl.run_directory.metric_log import FILE_NAME, read_records
+from rl.run_directory.metric_log import FILE_NAME, STEP, read_records
 from tools.acceptance.features import DENSE, TASKS
 from tools.acceptance.runs import short_run, toy_data
 from tools.acceptance.worker import ROOT, StageTask
@@ -76,7 +76,7 @@ def run(task: StageTask) -> None:
     check("the job completed", facts()["JobState"] == "COMPLETED", value=facts()["JobState"])
     check("each later start continued the run", log().count("resuming after step") == restarts >= 2)
     records = read_records(output / FILE_NAME)
-    steps = [record["step"] for record in records]
+    steps = [record[STEP] for record in records]
     check("no step is missing", steps == [*range(1, len(steps) + 1)], value=str(len(steps)))
     for key in ("perf/refit_bytes_received", "actor/grad_norm"):
         task.findings.at_least(key, max(record.get(key, 0.0) for record in records), 1e-9)
