@@ -96,7 +96,7 @@ class ToyEngine:
         self.spec = SimpleNamespace(optimizer=optimizer)
         self.grid = SimpleNamespace(dp=dist.get_world_size(), reports_results=True)
         self.weight_map = self.learned_map = SimpleNamespace(hf=HF, weights=[], dtype=torch.float32)
-        self.shares_prompts = True
+        self.shares_prompts, self.has_frozen_weights = True, False
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = self.num_updates = 0
         self.optimizer = "plain steps"
