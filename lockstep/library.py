@@ -91,8 +91,8 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
     """Run a command whose errors also appear here; return its exit code and its last line of an error."""
     from lockstep import HOME
 
-    place = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the program's own, if it is a rank
-    env = {name: value for name, value in os.environ.items() if name not in place}
+    place = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the caller's own, if it is a rank
+    env = {name: value for name, value in os.environ.items() if name.removeprefix("LOCKSTEP_") not in place}
     env |= {"NODE_RANK": "0", "LOCKSTEP_STEP": uuid.uuid4().hex}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HOME), env.get("PYTHONPATH"))))
     # In a session of its own, the run gets one SIGINT from here, and none from the terminal.

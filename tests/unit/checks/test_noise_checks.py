@@ -55,13 +55,15 @@ def test_tokens_of_another_distribution_are_named_within_a_step():
 
 
 @pytest.mark.parametrize("rare", [1e-2, 1e-3, 1e-4])
-def test_steps_that_draw_no_rare_token_are_healthy(rare):
+def test_only_a_step_of_rare_tokens_alone_is_named(rare):
     rng, total = np.random.default_rng(3), SAMPLES * LENGTH
     batch, check = batch_of(rng), DrawnEntropy(VOCABULARY)
     entropy = torch.full((total,), -rare * np.log(rare) - (1 - rare) * np.log(1 - rare))
     for _ in range(300):
         is_rare = torch.from_numpy(rng.random(total) < rare)
         given(batch, (torch.where(is_rare, np.log(rare), np.log(1 - rare)), entropy), check)
+    with pytest.raises(CheckFailed, match="drawn from another distribution"):
+        given(batch, (torch.full((total,), np.log(rare)), entropy), check)
 
 
 def test_the_noise_grows_with_the_doubt_of_the_policy():

@@ -1,4 +1,4 @@
-"""What becomes of a text on its way: override, config, sweep, generated script, bash, arguments of a rank."""
+"""A text keeps its value from the override through config, sweep, generated script and bash to the rank."""
 
 import os
 import shlex
