@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 """A path, or several."""
+PLACE = re.compile(r"(LOCKSTEP_)?(LOCAL_)?(RANK|WORLD_SIZE)$|OMPI_|PMIX?_|MPI_LOCAL|SLURM_STEP_")
+"""Variables of a caller that is a rank itself. mpi4py sets some on import, too."""
 
 
 class RunError(RuntimeError):
@@ -91,8 +94,7 @@ def _run(command: Sequence[str]) -> tuple[int, str]:
     """Run a command whose errors also appear here; return its exit code and its last line of an error."""
     from lockstep import HOME
 
-    place = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # the caller's own, if it is a rank
-    env = {name: value for name, value in os.environ.items() if name.removeprefix("LOCKSTEP_") not in place}
+    env = {name: value for name, value in os.environ.items() if not PLACE.match(name)}
     env |= {"NODE_RANK": "0", "LOCKSTEP_STEP": uuid.uuid4().hex}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(HOME), env.get("PYTHONPATH"))))
     # In a session of its own, the run gets one SIGINT from here, and none from the terminal.

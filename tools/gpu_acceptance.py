@@ -100,6 +100,7 @@ def run_all(stages: Sequence[Stage], out: Path, mode: str, devices: Sequence[str
     """
     waiting, free, failed = list(stages), list(devices), []
     running: dict[Future[dict], tuple[Stage, list[str]]] = {}
+    older = set(descendants(os.getpid()))
     with ThreadPoolExecutor(len(devices) + 1) as pool:
         try:
             while waiting or running:
@@ -119,7 +120,7 @@ def run_all(stages: Sequence[Stage], out: Path, mode: str, devices: Sequence[str
                     if record(stage, future.result(), out, mode) == "fail":
                         failed.append(stage.name)
         except BaseException:
-            for pid in descendants(os.getpid()):  # the threads wait for the stages
+            for pid in set(descendants(os.getpid())) - older:  # the threads wait for the stages
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             raise

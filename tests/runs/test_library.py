@@ -1,5 +1,7 @@
 """lockstep.train with real ranks: results, the run's own sentences as exceptions, and Ctrl-C."""
 
+import signal
+
 import pytest
 
 import lockstep
@@ -8,6 +10,7 @@ from tests.toy import SFT, write_config
 OWN = """
 import os
 import signal
+import time
 from pathlib import Path
 
 from rl.algorithms import sft
@@ -26,14 +29,17 @@ def learn(phases, batch):
         starts.write_text(starts.read_text() + "x")
         if starts.read_text() == "x":
             os.kill(os.getppid(), signal.SIGINT)  # Ctrl-C in the program that called lockstep.train
-            signal.pause()
+            while True:
+                time.sleep(0.1)
         if starts.read_text() == "xx":
             raise ZeroDivisionError("of the second start")
     sft.learn(phases, batch)
 """
 
 
-def test_two_ranks_return_what_the_run_has_written(toy, tmp_path):
+def test_two_ranks_return_what_the_run_has_written(toy, tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):  # a rank calls it
+        monkeypatch.setenv(name, "1")
     config, more = write_config(tmp_path, toy, *SFT), tmp_path / "more.yaml"
     more.write_text("run: {max_steps: 1}")
     found = lockstep.train([config, more], {"checkpoint.every": 1, "run.dir": tmp_path / "run"}, ranks=2)
@@ -43,7 +49,15 @@ def test_two_ranks_return_what_the_run_has_written(toy, tmp_path):
         lockstep.train(config, {"training.tp": 3, "run.dir": tmp_path / "wrong"}, ranks=2)
 
 
-def test_an_interrupted_run_continues_and_a_fault_is_named(toy, tmp_path, monkeypatch):
+@pytest.fixture
+def ctrl_c():
+    """Let SIGINT interrupt this process and its runs, also if a shell has started the tests with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_run_continues_and_a_fault_is_named(toy, tmp_path, monkeypatch, ctrl_c):
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "starts").write_text("")
     monkeypatch.setenv("STARTS", str(tmp_path / "starts"))

@@ -219,7 +219,10 @@ def test_an_interrupted_acceptance_keeps_its_page(tmp_path, monkeypatch):
 
     monkeypatch.setattr(gpu_acceptance, "visible_devices", lambda mode: ["0"])
     monkeypatch.setattr(gpu_acceptance, "run_stage", run_stage)
-    assert gpu_acceptance.main(["--out", str(tmp_path), "--from", "speed"]) == 130
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert gpu_acceptance.main(["--out", str(tmp_path), "--from", "speed"]) == 130
+        assert other.poll() is None  # only the stages are killed
+        other.kill()
     assert [result["name"] for result in gpu_acceptance.results(tmp_path)] == ["speed"]
 
 
