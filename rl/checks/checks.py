@@ -27,6 +27,7 @@ from rl.checks.logprobs import (
     FP8_FACTOR,
     check_engine,
     check_equal,
+    check_moved,
     check_reference,
     present_tokens,
     rounding_limit,
@@ -89,6 +90,10 @@ class Checks:
         self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)
         # Whether samples enter the batch because of their results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
+        self._updates: UpdateChecks | None = None
+        """Those of the policy's last step in this start."""
+        self._has_moved = False
+        """Whether an earlier step of this start has moved the policy's weights."""
         self._slope = SlopeCheck(policy)
         self._entropy = DrawnEntropy(weights.hf["vocab_size"])
         self._references: dict[TrainingEngine, ReferencePass] = {}
@@ -161,6 +166,10 @@ class Checks:
                 )
             found = self._against_engine(batch, plans, entropy)
             self._unmoved(batch)
+        # The only update of a step may fill `old_logprobs`, which are of the weights before it.
+        last = self._updates if self._updates is not None and self._updates.batch is not batch else None
+        if not is_replay and (self._has_moved or (last is not None and last.has_moved)):
+            check_moved(batch)
         return found
 
     def _unmoved(self, batch: Batch) -> None:
@@ -196,7 +205,11 @@ class Checks:
         if name == "policy":
             self._objective(batch, loss)
             self._slope.check(batch, plans[0], noise=None if self.noise is None else self.noise.noise)
-        return UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
+        updates = UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
+        if name == "policy":
+            self._has_moved |= self._updates is not None and self._updates.has_moved
+            self._updates = updates
+        return updates
 
     def _check_schedule(self, name: str, model: TrainingEngine, schedule: RateSchedule) -> None:
         """Raise WrongLearningRate if a model learns by another model's schedule or optimizer section."""

@@ -15,6 +15,8 @@ PRODUCTS_PER_LAYER = 6
 MLP."""
 SLACK = 4
 """Factor for the tail of the distribution of a sum of rounding errors."""
+NUM_EQUAL = 32
+"""Number of tokens whose log-probs do not stay equal by chance after an update that moved weights."""
 FP8_FACTOR = 4
 """Factor by which the limit grows if the engine's weights are in FP8. The relative error of an element is
 then at most 2^-4, and 2.5 % as a root mean square. If the activations are rounded, too, the error of a
@@ -126,6 +128,19 @@ def check_reference(batch: Batch, *, limit: float) -> None:
             f"before the first update the log-probs of policy and reference differ by {mean:.2g} nats in the "
             "mean over tokens, but both are the model that the run started from: either their weights "
             "differ, or a forward pass is not deterministic (dropout)."
+        )
+
+
+def check_moved(batch: Batch) -> None:
+    """Raise LogprobMismatch if policy and reference have equal log-probs, although the policy has learned."""
+    old, reference, counted = batch.old_logprobs, batch.ref_logprobs, batch.mask > 0
+    if old is None or reference is None or counted.sum() <= NUM_EQUAL:
+        return
+    if torch.equal(old[counted], reference[counted]):
+        raise LogprobMismatch(
+            f"reference check: {int(counted.sum())} log-probs of the reference are exactly the policy's, "
+            "although the policy has learned: the pass of the reference used the policy's weights, or the "
+            "policy's pass those of the reference."
         )
 
 

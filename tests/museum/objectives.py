@@ -229,6 +229,14 @@ def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_referenc
     return tuple(column.flip(0) for column in found) if of_reference else found
 
 
+@exhibit("huggingface/trl#702", overrides=KL)
+@caught_by("passes of the reference", r"LogprobMismatch: reference check: .* are exactly the policy's")
+@replaces("rl.phases.inference.Inference._pass")
+def reference_pass_with_the_policy(bug: Bug, run, self, *args, of_reference=False, **options):
+    """The KL divergence was always 0, because the active model and the reference were the same."""
+    return run(self, *args, **options)
+
+
 @exhibit("alibaba/ROLL#407")
 @caught_by("learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
 @replaces("rl.training.learning_rate.learning_rate")
