@@ -15,7 +15,7 @@ from typing import Any
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 """A path, or several."""
-PLACE = re.compile(r"(LOCKSTEP_)?(LOCAL_)?(RANK|WORLD_SIZE)$|OMPI_|PMIX?_|MPI_LOCAL|SLURM_STEP_")
+PLACE = re.compile(r"(LOCKSTEP_)?(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_|OMPI_|PMIX?_|MPI_LOCAL|SLURM_STEP_")
 """Variables of a caller that is a rank itself. mpi4py sets some on import, too."""
 
 

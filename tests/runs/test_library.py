@@ -5,6 +5,7 @@ import signal
 import pytest
 
 import lockstep
+from rl.runtime.ranks import Ranks
 from tests.toy import SFT, write_config
 
 OWN = """
@@ -38,8 +39,10 @@ def learn(phases, batch):
 
 
 def test_two_ranks_return_what_the_run_has_written(toy, tmp_path, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):  # a rank calls it
-        monkeypatch.setenv(name, "1")
+    Ranks(0, 1, 0, 1, "single", "127.0.0.1").export(found := {})
+    for name, value in found.items():  # a rank calls it
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     config, more = write_config(tmp_path, toy, *SFT), tmp_path / "more.yaml"
     more.write_text("run: {max_steps: 1}")
     found = lockstep.train([config, more], {"checkpoint.every": 1, "run.dir": tmp_path / "run"}, ranks=2)
