@@ -45,6 +45,8 @@ STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-3}
 neighbouring numbers."""
 CHANGE = {torch.float32: 0.05, torch.bfloat16: 0.4}
 """Change of the mean log-prob above which the step is smaller, in nats; for a norm at least STEP / 2."""
+ERRORS = 40
+"""Number of standard errors that the change need not exceed: a smaller change is closer to linear."""
 TOLERANCE = {torch.float32: (0.003, 0.05), torch.bfloat16: (0.12, 0.25)}
 """Maximum distance of the measured from the expected changes, relative to their size: along the signs of the
 gradient, and along random signs."""
@@ -126,13 +128,15 @@ class SlopeCheck:
     ) -> None:
         """Measure along the next directions. count: number of counted tokens of the plan."""
         model, dtype = self._model, self._model.weight_map.dtype
-        _mean_logprob(model, batch, few, count)  # the routers choose
+        mean = _mean_logprob(model, batch, few, count)  # and the routers choose
+        # The rounding error of log-probs is in proportion to their size.
+        error = 2 * noise if noise else GAP * max(1.0, abs(mean)) * rounding_limit(model.weight_map.hf, dtype)
+        error *= math.sqrt(2 / min(count, INDEPENDENT))
         parts = model.gradients(batch, few, partial(_mean, mask=batch.mask, count=count), self._weights)
-        size = 1.0  # the rounding error of log-probs is in proportion to their size
         for place, seed in DIRECTIONS[len(self._slopes) :][:number]:
             parameter, gradient, share = parts[place]
             signs = None if parameter is None else _signs(parameter, gradient, seed)
-            step = self._step_of(parameter, gradient, signs, share, is_random=seed > 0)
+            step = self._step_of(parameter, gradient, signs, share, error=error, is_random=seed > 0)
             changes, expected = [], torch.zeros(1, dtype=torch.float64)
             for half in (1.0, 0.5):
                 means, ends = [], []
@@ -141,19 +145,26 @@ class SlopeCheck:
                         means.append(_mean_logprob(model, batch, few, count))
                         ends.append(value)
                 changes.append((means[0] - means[1]) / 2 / half)
-                size = max(size, *map(abs, means))
             if gradient is not None:
                 expected[0] = share * ((ends[0] - ends[1]) * gradient).sum()
-            error = 2 * noise if noise else GAP * size * rounding_limit(model.weight_map.hf, dtype)
-            error *= math.sqrt(2 / min(count, INDEPENDENT))
             (along,) = sum_over_world(expected, model.device.torch).tolist()
             coarse, fine = changes
             self._slopes.append(Slope(self._weights[place].hf[0], seed > 0, coarse, fine, along, error))
 
     def _step_of(
-        self, parameter: Any, gradient: Tensor | None, signs: Tensor | None, share: float, *, is_random: bool
+        self,
+        parameter: Any,
+        gradient: Tensor | None,
+        signs: Tensor | None,
+        share: float,
+        *,
+        error: float,
+        is_random: bool,
     ) -> float:
-        """Return the step h, identical on all ranks. Collective over the world."""
+        """Return the step h, identical on all ranks. Collective over the world.
+
+        error: standard error of a change, in nats.
+        """
         model, dtype = self._model, self._model.weight_map.dtype
         found = torch.zeros(3, dtype=torch.float64)
         if parameter is not None and parameter.dim() == 1:
@@ -162,7 +173,8 @@ class SlopeCheck:
         if gradient is not None and signs is not None:
             found[2] = share * float(gradient.square().sum() if is_random else (gradient * signs).sum())
         size, holders, slope = sum_over_world(found, model.device.torch).tolist()
-        step = CHANGE[dtype] / max(1e-9, math.sqrt(slope) if is_random else slope)
+        change = min(CHANGE[dtype], max(CHANGE[torch.float32], ERRORS * error))
+        step = change / max(1e-9, math.sqrt(slope) if is_random else slope)
         largest = STEP[dtype] * size / holders if holders else math.inf
         return min(largest, max(step, largest / 2)) if holders else step
 

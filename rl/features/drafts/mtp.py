@@ -100,6 +100,11 @@ class PredictionHead(TrainingEngine):
     def _weights(self, hf: dict) -> list[Weight]:
         return mtp.weights(hf)
 
+    @property
+    def is_learning(self) -> bool:
+        """Whether an update is between `begin` and `finish`. False on all stages but the last."""
+        return self._embedding is not None
+
     def begin(self) -> None:
         """Prepare an update. Collective over the pipeline group."""
         self._begin_update()
@@ -274,7 +279,9 @@ class MtpPart(TrainerPart):
         self._micro = batch, micro
 
     def _after_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], hidden: Tensor) -> None:
-        if torch.is_grad_enabled() and self._micro is not None:  # else not in an update
+        # Checks run backward passes, too, but before the update.
+        if torch.is_grad_enabled() and self.head.is_learning:
+            assert self._micro is not None
             row, rotary = kwargs["packed_seq_params"], kwargs["rotary_pos_emb"]
             self.head.learn(*self._micro, hidden, row, rotary)
 
