@@ -75,7 +75,9 @@ class Training:
     micro_batch_tokens: Annotated[int, AT_LEAST_ONE] = 16384
     """Maximum tokens (prompts and responses) of one micro-batch on one rank; the cp ranks that share a
     micro-batch hold cp times as many. A prompt that samples share counts once. A longer sequence forms a
-    micro-batch of its own."""
+    micro-batch of its own. On a CPU micro-batches are smaller, because its caches hold only 2 MiB of hidden
+    states, for example 1,024 tokens of 512 channels in float32; only the samples of a prompt may need
+    more."""
     prompts_per_minibatch: Annotated[int, NOT_NEGATIVE] = 0
     """Prompts (with all their samples) per optimizer step. 0: the whole batch of `data.prompts_per_step`."""
     epochs: Annotated[int, AT_LEAST_ONE] = 1

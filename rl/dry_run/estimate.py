@@ -17,6 +17,7 @@ from rl.dry_run.memory import (
     estimate_memory,
     layout_of,
     sequences_per_prompt,
+    with_actual_rows,
 )
 from rl.dry_run.shape import ModelShape, check_layouts, models_of
 from rl.dry_run.timing import assumed_lengths, estimate_seconds
@@ -152,6 +153,7 @@ def _estimate(
     has_seconds: bool = True,
 ) -> Estimate:
     check_layouts(config, world_size, models)
+    config = with_actual_rows(config, models["policy"], hardware)
     layout = layout_of(config, world_size, hardware.ranks_per_node)
     memory = estimate_memory(config, world_size, models, hardware, points=points)
     refit = None

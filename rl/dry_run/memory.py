@@ -12,7 +12,7 @@ unfused layers, and glibc keeps a share of the freed memory.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rl.config.features import CLASS, is_on
 from rl.config.role_checks import role_ranks
@@ -26,7 +26,7 @@ from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
 from rl.models.placement import RolloutPlacement, TrainingPlacement, chunk_ranges, num_step_groups
-from rl.models.sizes import ffn_width, is_tied, layer_kinds, num_kv_heads
+from rl.models.sizes import cpu_row_tokens, ffn_width, is_tied, layer_kinds, num_kv_heads
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384
@@ -294,6 +294,7 @@ def estimate_memory(
     config: Config, world_size: int, models: Mapping[str, ModelShape], hardware: Hardware, *, points: int = 1
 ) -> MemoryEstimate:
     """Return the memory of a run with a valid layout. points: number of adapters on the same base."""
+    config = with_actual_rows(config, models["policy"], hardware)
     layout = layout_of(config, world_size, hardware.ranks_per_node)
     itemsize = ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.run.on_training_grid}
@@ -443,14 +444,29 @@ def model_state(
     )
 
 
+def with_actual_rows(config: Config, policy: ModelShape, hardware: Hardware) -> Config:
+    """Return the config with the tokens of a CPU's micro-batch (`rl.training.micro_batch_plans`)."""
+    training = config.training
+    if not hardware.is_cpu:
+        return config
+    preferred = max(cpu_row_tokens(policy.hf), math.ceil(longest_group(config) / training.cp))
+    tokens = min(training.micro_batch_tokens, preferred)
+    return replace(config, training=replace(training, micro_batch_tokens=tokens))
+
+
+def longest_group(config: Config) -> int:
+    """Return the maximum tokens of the samples that share a prompt in a micro-batch."""
+    samples = config.rollout.samples_per_prompt
+    if config.training.shared_prefix and sequences_per_prompt(config) == samples:
+        return config.data.max_prompt_tokens + samples * config.rollout.max_response_tokens
+    return longest_sequence(config)
+
+
 def longest_row(config: Config, layout: Layout) -> int:
     """Return the maximum tokens of a micro-batch; a longer sequence forms a micro-batch alone."""
     prompts = config.training.prompts_per_minibatch or config.data.prompts_per_step
-    tokens, samples = longest_sequence(config), config.rollout.samples_per_prompt
-    if config.training.shared_prefix and sequences_per_prompt(config) == samples:
-        whole = prompts * (config.data.max_prompt_tokens + samples * config.rollout.max_response_tokens)
-    else:
-        whole = prompts * sequences_per_prompt(config) * tokens
+    tokens, group = longest_sequence(config), longest_group(config)
+    whole = prompts * (group if group > tokens else sequences_per_prompt(config) * tokens)
     return max(min(config.training.row_tokens, math.ceil(whole / layout.dp)), tokens)
 
 

@@ -3,6 +3,15 @@
 PREDICTING = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 """Keys of config.json for the number of layers for multi-token prediction."""
 
+CPU_ROW_BYTES = 2 << 20
+"""Bytes of a row's hidden states in float32 that suit the caches of a CPU. With larger rows an update of a
+21M model takes a fifth more CPU time and 2.8 times the memory (docs/performance.md)."""
+
+
+def cpu_row_tokens(hf: dict) -> int:
+    """Return the preferred tokens of a micro-batch on a CPU. hf: the model's config.json."""
+    return max(256, CPU_ROW_BYTES // (4 * int(hf["hidden_size"])))
+
 
 def num_kv_heads(hf: dict) -> int:
     """Return the number of key/value heads.

@@ -68,11 +68,16 @@ class MinibatchPlanner:
     """Plans the mini-batches of a batch once, so that every pass over the batch uses the same packing.
 
     For example, log-probs from before the first update are then bitwise equal to log-probs in that update.
+
+    preferred_tokens: see `plan_micro_batches`.
     """
 
-    def __init__(self, config: Config, dp: int, cost: Cost, *, shares_prompts: bool):
+    def __init__(
+        self, config: Config, dp: int, cost: Cost, *, shares_prompts: bool, preferred_tokens: int = 0
+    ):
         self._prompts_per_minibatch = config.training.prompts_per_minibatch or config.data.prompts_per_step
-        self._training, self._dp, self._cost = config.training, dp, cost
+        self._limits = {"max_tokens": config.training.row_tokens, "preferred_tokens": preferred_tokens}
+        self._dp, self._cost = dp, cost
         self._multiple = config.training.micro_batch_multiple
         self._shares_prompts = shares_prompts
         self._batch: Callable[[], Batch | None] = lambda: None
@@ -107,8 +112,7 @@ class MinibatchPlanner:
         for rank in range(self._dp):
             micros = [micro for plan in self.plans(batch) for micro in plan.micro_batches[rank]]
             indices = [i for micro in micros for i in micro if i in own]
-            limit = self._training.row_tokens
-            plan = plan_micro_batches(work, indices=indices, dp=1, max_tokens=limit) if indices else [[]]
+            plan = plan_micro_batches(work, indices=indices, dp=1, **self._limits) if indices else [[]]
             ranks += plan
         count = next_multiple(max(map(len, ranks)), self._multiple)
         return [rank + [[]] * (count - len(rank)) for rank in ranks]
@@ -145,8 +149,8 @@ class MinibatchPlanner:
             work,
             indices=samples,
             dp=self._dp,
-            max_tokens=self._training.row_tokens,
             samples_per_unit=samples_per_unit,
             multiple=self._multiple,
+            **self._limits,
         )
         return MinibatchPlan(plan, [[work.cost(micro) for micro in rank] for rank in plan])

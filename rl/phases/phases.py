@@ -21,6 +21,7 @@ from rl.data.preferences import Labelled, PreferencePair
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.models.sizes import cpu_row_tokens
 from rl.phases.batch_metrics import length_metrics, score_metrics
 from rl.phases.draw import Draw
 from rl.phases.inference import Inference
@@ -64,7 +65,9 @@ class Phases:
         self.draw, self.sampler = draw, sampler
         policy = engines.policy
         cost = Cost.of_model(policy.weight_map.hf, policy.weight_map.weights)
-        planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=policy.shares_prompts)
+        row = 0 if policy.device.is_cuda else config.training.cp * cpu_row_tokens(policy.weight_map.hf)
+        shares = policy.shares_prompts
+        planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=shares, preferred_tokens=row)
         self.checks = Checks(config, policy, end_ids)
         shared = (config, step, engines, self.memory, planner)
         old_logprobs = OldLogprobs(config, step, policy, planner, self.checks)

@@ -193,13 +193,15 @@ def plan_micro_batches(
     indices: Sequence[int],
     dp: int,
     max_tokens: int,
+    preferred_tokens: int = 0,
     samples_per_unit: int = 1,
     multiple: int = 1,
 ) -> MicroBatchPlan:
     """Return the micro-batches of each of `dp` ranks for the samples `indices`.
 
-    samples_per_unit: number of consecutive samples of a group kept in one micro-batch, in order; `indices`
-    must contain whole units. multiple: the number of micro-batches is a multiple of this number
+    preferred_tokens: a micro-batch has more tokens only if a group's samples and their prompt do; 0: no
+    preference. samples_per_unit: number of consecutive samples of a group kept in one micro-batch, in order;
+    `indices` must contain whole units. multiple: the number of micro-batches is a multiple of this number
     (`Grid.micro_batch_multiple`). To reach it, micro-batches are divided further; if this is not enough,
     empty ones are added.
 
@@ -215,6 +217,9 @@ def plan_micro_batches(
     units = _units(work, indices, samples_per_unit)
     ranks = [_by_group(members) for members in _spread_over_ranks(units, dp)]
     parts = [_parts(groups, max_tokens) for groups in ranks]
+    if preferred_tokens:
+        largest = max((part.tokens for of_rank in parts for part in of_rank), default=0)
+        max_tokens = min(max_tokens, max(preferred_tokens, largest))
     count = next_multiple(max(len(_best_fit(of_rank, max_tokens)) for of_rank in parts), multiple)
     plan = [
         [_samples(micro, samples_per_unit) for micro in _micro_batches(of_rank, count, max_tokens)]

@@ -84,9 +84,9 @@ def test_a_plan_depends_on_its_samples_alone():
         assert plan_micro_batches(work, indices=indices, **options) == expected
 
 
-def plan(answers, dp, max_tokens, prompts=None, groups=None, unit=1, multiple=1, **options):
+def plan(answers, dp, max_tokens, prompts=None, groups=None, unit=1, multiple=1, preferred=0, **options):
     work = work_of(prompts or [0] * len(answers), answers, groups, **options)
-    limits = dict(max_tokens=max_tokens, samples_per_unit=unit, multiple=multiple)
+    limits = dict(max_tokens=max_tokens, preferred_tokens=preferred, samples_per_unit=unit, multiple=multiple)
     return plan_micro_batches(work, indices=range(len(answers)), dp=dp, **limits)
 
 
@@ -115,6 +115,9 @@ def test_a_group_shares_its_prompt_where_it_fits():
     two_groups = dict(prompts=[50] * 8, groups=[0] * 4 + [1] * 4)
     # 50 + 4 * 10 tokens each: groups stay together, although 4 * 60 would exceed the limit.
     assert plan([10] * 8, 2, 90, **two_groups) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    # With fewer preferred tokens a rank has more micro-batches, but a group still shares its prompt.
+    assert plan([10] * 8, 1, 500, **two_groups) == [[[0, 1, 2, 3, 4, 5, 6, 7]]]
+    assert plan([10] * 8, 1, 500, **two_groups, preferred=60) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
     # One token too many: each group is divided evenly.
     assert plan([10] * 8, 2, 89, **two_groups) == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
     # With a prompt per sample, one sample of 60 tokens fits.
