@@ -4,6 +4,8 @@ All are pure functions, so that every rank raises the same ConfigError: one sent
     remedy.
 """
 
+import functools
+import json
 import math
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -136,11 +138,7 @@ def check_blocks(config: Config, world_size: int, hf: dict[str, Any]) -> None:
             "rollout.quantization=fp8 quantises experts, but vLLM has no experts with biases in this format; "
             "use rollout.quantization=none."
         )
-    weights, training, rollout = architecture(hf).weights(hf), config.training, config.rollout
-    # Weights that differ only in the numbers of layer and expert are split identically.
-    kinds: dict[tuple, Weight] = {}
-    for weight in quantised_weights(weights):
-        kinds.setdefault((weight.megatron, weight.shapes), weight)
+    training, rollout = config.training, config.rollout
 
     def cut(weight: Weight, key: str, size: int) -> str | None:
         size = size if weight.cut.split else 1
@@ -153,7 +151,7 @@ def check_blocks(config: Config, world_size: int, hf: dict[str, Any]) -> None:
                 return name
         return None
 
-    for weight in kinds.values():
+    for weight in _quantised_kinds(json.dumps(hf)):
         is_expert = weight.expert is not None
         training_size = ("training.etp", training.expert_tp) if is_expert else ("training.tp", training.tp)
         rollout_size = ("rollout.tp", 1 if is_expert and rollout.ep > 1 else rollout.tp)
@@ -166,6 +164,18 @@ def check_blocks(config: Config, world_size: int, hf: dict[str, Any]) -> None:
                     f"with {key}={size} a rank holds a part of one of {name}; "
                     f"use {other}rollout.quantization=none."
                 )
+
+
+@functools.lru_cache(maxsize=4)  # `lockstep plan` checks hundreds of layouts of one model
+def _quantised_kinds(text: str) -> list[Weight]:
+    """Return the first of the quantised weights that differ only in the numbers of layer and expert.
+
+    These are split identically. text: config.json.
+    """
+    hf, kinds = json.loads(text), dict[tuple, Weight]()
+    for weight in quantised_weights(architecture(hf).weights(hf)):
+        kinds.setdefault((weight.megatron, weight.shapes), weight)
+    return list(kinds.values())
 
 
 def check_judge(config: Config, world_size: int, hf: dict[str, Any]) -> None:
