@@ -1,4 +1,5 @@
-"""Computes the advantages of some groups of a step a second time, in float64, from scores and config.
+"""Computes the advantages of some groups of a step a second time, in float64, from scores and config, and the
+weights of `objective.filtration`.
 
 Nothing here calls `rl.objectives`: each formula is written again. The numbers of the algorithm must agree
 with it up to float32 rounding. If the algorithm whitens the advantages over the batch, they may also differ
@@ -77,6 +78,12 @@ def check_advantages(batch: Batch, config: Config) -> None:
         for sample in (sample for group in chosen for sample in group):
             _check_reward(numbers, sample, config)
     pairs: list[tuple[int, np.ndarray, float]] = []
+    # It weights samples before the penalty of the divergence, and an overlong penalty rounds equal scores.
+    is_filtered = goal.filtration != "none" and not config.reward.overlong_buffer_tokens
+    for group in chosen if is_filtered and batch.scores is not None else ():
+        scores = numbers.samples.column("scores").double().numpy()
+        for sample, weight in zip(group, _filtration(scores, group, goal)):
+            _compare(numbers, sample, "sample_weights", np.full(numbers.size(sample), weight))
     for group in chosen if formula else ():
         assert formula is not None
         found = [np.asarray(value) for value in formula(numbers, group)]
@@ -116,9 +123,10 @@ def _compare(numbers: _Numbers, sample: int, name: str, own: np.ndarray, size: f
     wrong = np.abs(found - own) > ROUNDING * max(size, *np.abs(found), *np.abs(own), size)
     if wrong.any():
         token = int(wrong.argmax())
+        key = "objective.filtration" if name == "sample_weights" else "objective.advantage"
         raise CheckFailed(
             f"advantage check: {place(numbers.samples, sample)} has {found[token]:.6g} in the column {name} "
-            f"at its counted token {token}, but objective.advantage={numbers.goal.advantage} gives "
+            f"at its counted token {token}, but {key}={getattr(numbers.goal, key.split('.')[1])} gives "
             f"{own[token]:.6g} for its reward {numbers.rewards[sample]:.4g} and those of its group."
         )
 
@@ -241,6 +249,20 @@ def _gdpo(numbers: _Numbers, group: list[int]) -> GroupValues:
 
 def _remax(numbers: _Numbers, group: list[int]) -> GroupValues:
     return numbers.rewards[group] - numbers.samples.column("baselines")[group].double().numpy()
+
+
+def _filtration(scores: np.ndarray, group: list[int], goal: Objective) -> GroupValues:
+    """PF-PPO: the share of a group's draws that each rank gets; equal scores share those of their ranks."""
+    own, size = scores[group], len(group)
+    if goal.filtration == "power":
+        powers = np.abs(scores) ** goal.filtration_power
+        return powers[group] / powers.mean() if powers.any() else np.ones(size)
+    if size == 1:
+        return [1.0]
+    best, worst = np.eye(size)[[-1, 0]]
+    others = {"best": best, "best-random": (1 - best) / (size - 1), "best-worst": worst}[goal.filtration]
+    draws = size * (best + others) / 2
+    return [draws[np.sort(own) == score].mean() for score in own]
 
 
 def _to_go(x: np.ndarray, gamma: float) -> np.ndarray:

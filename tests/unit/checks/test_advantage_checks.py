@@ -15,7 +15,7 @@ from rl.data.batch import Batch
 from rl.objectives.advantages.gae import gae
 from rl.objectives.advantages.prime import prime
 from rl.objectives.returns import whiten
-from rl.phases.policy_gradient import advantages
+from rl.phases.policy_gradient import advantages, filtered
 from rl.phases.reward_shaping import KlPenalty, overlong_penalty
 
 SIZES = (5, 1, 4, 6, 4, 3)
@@ -67,6 +67,7 @@ def example(config, seed: int) -> Batch:
     batch.rewards = batch.scores.clone()
     if config.reward.overlong_buffer_tokens:
         batch.rewards = batch.rewards + overlong_penalty(batch, config)
+    batch.extra |= filtered(batch, config)
     KlPenalty(config).apply(batch, 1)
     goal = config.objective
     if goal.advantage == "gae":
@@ -122,6 +123,19 @@ def test_wrong_advantages_are_found(name):
         with pytest.raises(CheckFailed, match="advantage check"):
             check_advantages(replace(batch, advantages=torch.where(counted, column, 0.0)), config)
             pytest.fail(what)
+
+
+@pytest.mark.parametrize("filtration", ["best", "best-random", "best-worst", "power"])
+def test_weights_of_filtration_are_computed_again(filtration):
+    keys = f"objective.filtration={filtration}", "objective.reward_kl.coef=0.1"
+    config = config_of("gae", *keys)
+    for seed in range(10):
+        check_advantages(batch := example(config, seed), config)
+    weights = batch.extra["sample_weights"]
+    for wrong in (weights * 1.01, weights.roll(7), torch.ones_like(weights)):
+        batch.extra["sample_weights"] = wrong
+        with pytest.raises(CheckFailed, match=f"column sample_weights .* objective.filtration={filtration}"):
+            check_advantages(batch, config)
 
 
 def test_a_formula_with_another_option_is_found():
