@@ -71,7 +71,11 @@ FEATURES = {
     "bitwise": Entry("model.numerics=bitwise", engine="engine:parts", trainer="trainer:parts"),
     "sampling_masks": Entry("sampling masks", engine="engine:parts", trainer="trainer:parts"),
     "router_replay": Entry("training.router_replay", engine="engine:parts", trainer="trainer:parts"),
-    "teachers": Entry("a teacher", trainer="divergence:parts", doors={"teaching": "teaching:Teaching"}),
+    "teachers": Entry(
+        "a teacher",
+        trainer="divergence:parts",
+        doors={"inputs": "reading:TeacherInputs", "teaching": "teaching:Teaching"},
+    ),
     "adapters": Entry(
         "adapters", engine="slots:parts", trainer="adapter:parts", doors={"export": "peft:export_peft"}
     ),

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 from transformers.models.auto import modeling_auto
 
+from rl.config import wing
 from rl.config.adapter_checks import adapters_of
 from rl.config.functions import load_function
-from rl.config.layout_checks import check_has_experts, check_judge, check_layout, check_positions
+from rl.config.layout_checks import check_has_experts, check_judge, check_layout
 from rl.config.options import ConfigError
 from rl.config.reward_sources import RewardPlan, make_plan
 from rl.config.run_models import RunModel, hf_config_of, run_models
@@ -23,8 +23,6 @@ from rl.config.schema import (
     learns_from_samples,
     needs_engine,
     needs_reward,
-    needs_sampling_masks,
-    uses_teacher,
     validates,
 )
 from rl.data.chat_template import kept_ids, set_variables
@@ -85,10 +83,11 @@ class Inputs:
         ends = end_token_ids(config.model.path) | set(config.rollout.stop_token_ids)
         keep = config.reward.keep_special_tokens
         self.kept_ids = kept_ids(self.tokenizer, keep, ends, key="reward.keep_special_tokens")
-        self.other_tokenizers: dict[str, PreTrainedTokenizerBase] = {}
-        """Tokenizers of the teachers that have another one than the policy, by path."""
+        read = wing.door(config, "inputs")
+        self.teachers: Any = read and read(config, self.tokenizer, own)
+        """Tokenizers of the teachers; None without a teacher."""
         for model in on_grid:
-            if model.reads_tokens and not (model.is_teacher and self._reads_text(model)):
+            if model.reads_tokens and not (model.is_teacher and self.teachers.reads_text(model)):
                 self._same_tokens(model)
         served = [models["judge"].path] if "judge" in models else []
         if (draft := config.rollout.draft.path) and needs_engine(config):
@@ -96,8 +95,6 @@ class Inputs:
             self._same_tokens(RunModel("draft", "rollout.draft.path", draft, draft))
         for path in served:  # only vLLM loads these models, later
             check_files(path)
-        if uses_teacher(config):
-            self._check_teacher()
         check_has_experts(config, [files.hf for files in self.models.values()])
         self.judge_parser = None
         if "judge" in models:
@@ -111,9 +108,8 @@ class Inputs:
         """Rows of data.train. With run.mode=evaluate, which reads none, the rows of data.val."""
         if learns(config):
             self.prompts = self._pairs(needs) if {"pairs", "labels"} & {*needs} else self._training_prompts()
-        if uses_teacher(config):
-            check_sources(config, self.prompts)
-            self._check_templates()
+        if self.teachers is not None:
+            self.teachers.check_prompts(self.prompts)
         self.order = load_order(config.data.curriculum) if config.data.curriculum and learns(config) else None
         self.held_out: list[Prompt] = []
         if validates(config):
@@ -186,48 +182,6 @@ class Inputs:
         refuse_extra(path, files, weights, body)
         check_model_ids(path, hf["vocab_size"])
         return ModelFiles(path, hf)
-
-    def _check_teacher(self) -> None:
-        """Check teacher.top_k, and the length of the prompts of a self-taught policy."""
-        teacher, limit = self.config.teacher, self.config.rollout.max_response_tokens
-        if teacher.self_taught != "none":
-            prompt = "teacher.max_prompt_tokens", teacher.max_prompt_tokens
-            check_positions(self.models["policy"].hf, prompt, ("rollout.max_response_tokens", limit))
-        size = self.models["policy"].hf["vocab_size"]
-        if teacher.top_k >= size:
-            raise ConfigError(
-                f"teacher.top_k={teacher.top_k} is not below the vocabulary's {size} tokens; use a "
-                "smaller number, or 0 for the whole vocabulary."
-            )
-
-    def _check_templates(self) -> None:
-        """Raise ConfigError for a teacher with a tokenizer of its own that cannot render messages."""
-        for path, tokenizer in self.other_tokenizers.items():
-            if tokenizer.chat_template is None and any(prompt.messages for prompt in self.prompts):
-                raise ConfigError(
-                    f"teacher.path={path} has another tokenizer without a chat template, but prompts are "
-                    "messages; write the template to its chat_template.jinja."
-                )
-
-    def _reads_text(self, model: RunModel) -> bool:
-        """Return whether a teacher has another tokenizer and reads the text of single turns.
-
-        Raises ConfigError if its tokenizer cannot.
-        """
-        config, other = self.config, load_tokenizer(model.path)
-        compares_spans = "teacher" not in algorithm_of(config).needs
-        needs_ids = config.agents.is_on or config.data.image_key or needs_sampling_masks(config)
-        if not compares_spans or needs_ids or other.get_vocab() == self.tokenizer.get_vocab():
-            return False
-        for key, tokenizer in {"model.path": self.tokenizer, model.key: other}.items():
-            if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-                raise ConfigError(
-                    f"{model.key}={model.path} has another tokenizer than the policy, so that texts are "
-                    f"aligned, but the tokenizer of {key} has no tokenizer.json or no eos_token; use a "
-                    "checkpoint with both."
-                )
-        self.other_tokenizers[model.path] = other
-        return True
 
     def _same_tokens(self, model: RunModel) -> None:
         """Raise ConfigError if a model that reads the policy's token ids has another vocabulary."""
@@ -338,19 +292,6 @@ def check_class(path: str, hf: dict) -> None:
         raise ValueError(
             f"{path}/config.json has architectures={name}, but model_type={kind}, the type of "
             f"{' and '.join(known)}; correct the one that is wrong."
-        )
-
-
-def check_sources(config: Config, prompts: list) -> None:
-    """Raise ConfigError if prompts have a data_source without a teacher."""
-    teacher = config.teacher
-    if not teacher.sources or teacher.path:
-        return
-    found = {prompt.data_source for prompt in prompts} - set(teacher.sources)
-    if found:
-        raise ConfigError(
-            f"data_source={sorted(found)[0]} of data.train has no teacher; add it to teacher.sources, or set "
-            "teacher.path, the teacher of all other sources."
         )
 
 

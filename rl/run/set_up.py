@@ -112,7 +112,7 @@ def make_phases(
         end_ids=frozenset({inputs.tokenizer.eos_token_id} | end_token_ids(config.model.path)) - {None},
         make_teachers=None
         if teaching is None
-        else partial(teaching, tokenizer=inputs.tokenizer, others=inputs.other_tokenizers),
+        else partial(teaching, tokenizer=inputs.tokenizer, others=inputs.teachers.others),
     )
 
 
