@@ -9,9 +9,12 @@ import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from rl.config.options import ConfigError, listed
+from rl.workers.messages import sentence_of
+
+T = TypeVar("T")
 
 FORM = r".+:[A-Za-z_]\w*"
 """Regular expression for such a name."""
@@ -46,6 +49,22 @@ def load_function(spec: str, *, key: str) -> Callable[..., Any]:
             f"{key}={spec!r} must be callable, not a {type(found[name]).__name__}; name a function."
         )
     return found[name]
+
+
+class UsersError(ValueError):
+    """Raised for an error of users' code that its message explains in one sentence, so that the log needs no
+    traceback."""
+
+
+def call(function: Callable[[], T], *, key: str) -> T:
+    """Call a user's function. Raises UsersError, with the user's line, in place of any other exception.
+
+    key: the config key with its value, for the message.
+    """
+    try:
+        return function()
+    except Exception as error:  # the user's code, which may raise anything
+        raise UsersError(f"{key} raised {sentence_of(error)}; correct the function.") from error
 
 
 def check_parameters(function: Callable[..., Any], accepted: Iterable[str], *, key: str) -> None:

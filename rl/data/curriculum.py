@@ -10,10 +10,11 @@ lockstep train ... data.curriculum=order.py:order
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from rl.config.functions import load_function
+from rl.config.functions import call, load_function
 from rl.data.prompt_order import EpochOrder, check_seed
 from rl.data.prompts import Prompt
 from rl.data.reading import describe, first_line
@@ -48,12 +49,7 @@ class CurriculumOrder(EpochOrder):
             # `order` gets a copy of the list. If it sorted our list in place, the indices would mean other
             # prompts.
             arguments = epoch, list(prompts), np.random.default_rng([seed, epoch])
-            try:
-                indices = order(*arguments)
-            except Exception as error:  # the user's code, which may raise anything
-                raise ValueError(
-                    f"data.curriculum failed for epoch {epoch}: {type(error).__name__}: {first_line(error)}"
-                ) from error
+            indices = call(partial(order, *arguments), key=f"data.curriculum, epoch {epoch},")
             return check_order(indices, num_prompts=len(prompts), epoch=epoch)
 
         super().__init__(order_of, owner="data.curriculum returns")

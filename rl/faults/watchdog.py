@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
+from rl.config.functions import UsersError
 from rl.config.limits import Memory, WatchdogConfig
 from rl.faults.diagnosis import diagnose, last_heartbeat, lost_ranks, reports_loss_of_store, summarize
 from rl.faults.fault_board import Disagreement, Fault, FaultBoard, may_be_secondary
@@ -383,7 +384,7 @@ class Watchdog:
         if first.kind == "refused":
             self._end_refused(first)
             return REFUSED_EXIT
-        if is_own and first.kind == "error":
+        if is_own and first.kind == "error" and not isinstance(error, UsersError):
             print(trace, end="", file=sys.stderr)
         if is_own or (self.rank == 0 and first.rank != 0):  # the run's log is rank 0's
             self._report(first.message)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
 
+from rl.config.functions import UsersError
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.phases.sampler import SampleCall
@@ -21,7 +22,7 @@ from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
 
 
-class AllTrajectoriesFailed(Exception):
+class AllTrajectoriesFailed(UsersError):
     """Raised if environments failed so often that no group of a call has enough trajectories."""
 
 

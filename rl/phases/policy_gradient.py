@@ -8,7 +8,7 @@ reads two columns and no key. `rl.config.objective_checks` rejects combinations 
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rl.checks.objective import check_objective
-from rl.config.functions import check_parameters, companion, load_function
+from rl.config.functions import UsersError, call, check_parameters, companion, load_function
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Objective
 from rl.config.terms import AdaptiveEntropy
@@ -30,6 +30,7 @@ from rl.objectives.segments import expand
 from rl.training.logprobs import OUTPUTS
 from rl.training.loss import Loss, TokenSelection, Totals
 from rl.training.packing import MicroBatch
+from rl.workers.messages import shown
 
 
 def check_formulas(objective: Objective) -> None:
@@ -52,11 +53,16 @@ def advantages(batch: Batch, config: Config) -> Tensor:
     assert estimator is not None, "the algorithm has no policy gradient"
     function = load_function(estimator.spec, key="objective.advantage")
     samples = batch.merge_rows()
+    is_per_token, key = "lengths" in estimator.columns, f"objective.advantage={config.objective.advantage}"
     try:
-        result = function(**arguments(function, samples, config))
+        result = _result(function, arguments(function, samples, config), spec=estimator.spec, key=key)
     except ValueError as error:
-        raise ConfigError(f"objective.advantage={config.objective.advantage}: {error}") from error
-    return result if "lengths" in estimator.columns else expand(result, samples.lengths)
+        if isinstance(error, UsersError):
+            raise
+        raise ConfigError(f"{key}: {error}") from error
+    size = int(samples.lengths.sum()) if is_per_token else len(samples)
+    _check_numbers(result, size, of=f"{key} must return an advantage per {('sample', 'token')[is_per_token]}")
+    return result if is_per_token else expand(result, samples.lengths)
 
 
 def filtered(batch: Batch, config: Config) -> dict[str, Tensor]:
@@ -146,13 +152,29 @@ def arguments(
     return found
 
 
+def _result(function: Callable, given: Mapping[str, Any], *, spec: str, key: str) -> Any:
+    """Return the result of a formula. Raises UsersError for an exception in a user's file."""
+    return call(partial(function, **given), key=key) if ".py:" in spec else function(**given)
+
+
+def _check_numbers(found: Any, size: int, *, of: str) -> None:
+    """Raise UsersError unless a formula's result is a floating tensor [size]."""
+    if not (isinstance(found, Tensor) and found.is_floating_point() and found.shape == (size,)):
+        raise UsersError(f"{of}, a floating tensor of shape [{size}], not {shown(found)}.")
+
+
 def _policy_loss(
     micro: MicroBatch, totals: Totals, *, config: Config, token_loss: Callable
 ) -> tuple[Tensor, dict[str, Tensor]]:
     goal, reduce = config.objective, _reduction(micro, totals, config)
-    losses, stats = token_loss(**arguments(token_loss, micro, config))
     _, formula = goal.chosen
     assert formula is not None, "policy_loss checks it"
+    key = f"objective.loss={goal.loss}"
+    result = _result(token_loss, arguments(token_loss, micro, config), spec=formula.spec, key=key)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
+        raise UsersError(f"{key} must return (losses, dict of sums over tokens), not {shown(result)}.")
+    losses, stats = result
+    _check_numbers(losses, len(micro.mask), of=f"{key} must return a loss per token first")
     if "loss_weights" in micro.columns and "loss_weights" not in formula.columns:
         losses = losses * micro.columns["loss_weights"]
     if "sample_weights" in micro.columns:

@@ -34,6 +34,7 @@ from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import plan_minibatch
+from rl.workers.messages import place_of, sentence_of, shown
 
 Response = tuple[Prompt, str, Messages]
 """A prompt, the text of a response to it, and the conversation of a trajectory, empty for one turn."""
@@ -203,9 +204,9 @@ class Scorer:
         for i, text in zip(asked, decode_responses(answers.response_ids, tokenizer, kept)):
             try:
                 grade = to_finite(found := parse(text))
-                cause = f"reward.judge.parser returned {found!r:.80}, not a finite number that float32 holds"
+                cause = f"reward.judge.parser {place_of(parse)} must return a finite number of float32, not {shown(found)}"
             except Exception as error:  # a user's parser may raise anything; only this sample's grade is lost
-                grade, cause = None, f"reward.judge.parser raised {type(error).__name__}: {error}"
+                grade, cause = None, f"reward.judge.parser raised {sentence_of(error)}"
             if grade is None:
                 self.first_cause = self.first_cause or cause
             else:

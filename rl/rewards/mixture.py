@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from rl.config.functions import companion
 from rl.config.reward_sources import Component, RewardPlan
 from rl.rewards.loading import load_reward_function
-from rl.rewards.score import RejectedResult, Score, digest, sealed, to_finite, to_score
+from rl.rewards.score import Score, digest, sealed, to_finite, to_score
+from rl.workers.messages import RejectedResult, place_of
 
 
 class Mixture:
@@ -54,7 +55,7 @@ class Mixture:
         results = [scorer.function(**own) for scorer, own in zip(scorers, given)]
         if any(inspect.isawaitable(result) for result in results):
             return _settle(scorers, results, key)
-        return _combine(scorers, [to_score(result) for result in results], key)
+        return _combine(scorers, results, key)
 
     def check_truth(self, ground_truth: Any, data_source: str) -> None:
         """Raise ValueError if `check_truth` of one of the functions rejects the ground truth."""
@@ -132,6 +133,14 @@ def short_names(components: Sequence[Component]) -> list[str]:
     return names
 
 
+def _graded(scorer: _Scorer, result: Any) -> Score:
+    """Return the score that a function returned. Raises RejectedResult with the function's place."""
+    try:
+        return to_score(result)
+    except RejectedResult as error:
+        raise RejectedResult(f"reward function {place_of(scorer.function)}: {error}") from None
+
+
 async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) -> Score:
     """Await the awaitables among the results concurrently and return the combined score."""
     import asyncio  # imported here because it doubles the time that a worker needs to start
@@ -140,15 +149,16 @@ async def _settle(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) 
         return await result if inspect.isawaitable(result) else result
 
     if len(results) == 1:
-        return _combine(scorers, [to_score(await results[0])], key)
+        return _combine(scorers, [await results[0]], key)
     # A task group is used because, unlike gather, it leaves no call running after another call has failed.
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(settled(result)) for result in results]
-    return _combine(scorers, [to_score(task.result()) for task in tasks], key)
+    return _combine(scorers, [task.result() for task in tasks], key)
 
 
-def _combine(scorers: Sequence[_Scorer], scores: Sequence[Score], key: int) -> Score:
-    """Return the weighted sum of the scores, sealed with `key`, the digest of their sample."""
+def _combine(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) -> Score:
+    """Return the weighted sum of the functions' scores, sealed with `key`, the digest of their sample."""
+    scores = [_graded(scorer, result) for scorer, result in zip(scorers, results)]
     total = sum(scorer.weight * score.values["score"] for scorer, score in zip(scorers, scores))
     if to_finite(total) is None:
         raise RejectedResult(f"the weighted sum of the scores is {total}")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rl.workers.messages import encodable
+from rl.workers.messages import RejectedResult, encodable, shown
 
 FEEDBACK_CHARS = 4000
 """Number of characters that are kept of a feedback."""
@@ -59,10 +59,6 @@ def sealed(score: Score, digest: int) -> Score:
     return replace(score, seal=zlib.crc32(repr(score.values["score"] + 0.0).encode(), digest))
 
 
-class RejectedResult(ValueError):
-    """Raised when a reward function's result is not a valid score."""
-
-
 def to_score(result: Any) -> Score:
     """Convert the result of a reward function, a number or a dict with the key `score`, to a Score.
 
@@ -77,13 +73,13 @@ def to_score(result: Any) -> Score:
         result = {"score": result}
     if "score" not in result:
         raise RejectedResult(
-            f"the returned dict has no 'score', only {', '.join(map(repr, result)) or 'nothing'}"
+            f"the returned dict has no 'score', only {', '.join(map(repr, result)) or 'nothing'}; add it."
         )
     for name in ("score", "acc"):
         if name in result and to_finite(found := result[name]) is None:
+            remedy = "leave it out for a sample without one" if name == "acc" else "return a number or a dict"
             raise RejectedResult(
-                f"the {name} must be a finite number of float32, it is {type(found).__name__} {found!r:.80}"
-                + "; leave out `acc` for a sample that has none" * (name == "acc")
+                f"the {name} must be a finite number of float32, it is {shown(found)}; {remedy}."
             )
     values = {}
     for name, value in result.items():

@@ -132,6 +132,8 @@ class Trajectories(Dialogue):
         """Addresses of the sessions that wait for the reset of their environment."""
         self._ready: dict[str, Request] = {}
         """Address of a session -> its request that waits to be given to the engine."""
+        self.first_failure = ""
+        """Reason of the first failed trajectory, as one sentence."""
         size = sampling.samples_per_prompt
         self._next_number: defaultdict[int, int] = defaultdict(lambda: size)
         """Group -> number of the next trajectory that replaces a failed one."""
@@ -525,8 +527,9 @@ class Trajectories(Dialogue):
     def _fail(self, session: Session, reply: Reply) -> None:
         """Count a failed trajectory. Then score it, replace it by a further trajectory, or leave it out."""
         start, group = session.start, session.start.group
-        why = once(reply.kind, reply.failure)
-        log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
+        if why := once(reply.kind, reply.failure):
+            log.warning("environment of %s failed in %s: %s", session.name, reply.kind, why)
+        self.first_failure = self.first_failure or reply.failure.partition("\n")[0]
         self._close(session)
         if reply.reopen:
             self.counts["reopened"] += 1

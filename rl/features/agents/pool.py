@@ -55,17 +55,17 @@ _logged: set[tuple[str, str]] = set()
 
 
 def once(request: str, failure: str) -> str:
-    """Return a failure in full if it is the first of its kind in this process, else its first line.
+    """Return a failure in full if it is the first of its kind in this process, else its first line, or "" if
+    that was returned before.
 
     Two failures are of one kind if the request and the exception are the same. A run may have thousands of
     failures with the same traceback.
     """
     first_line = failure.partition("\n")[0]
-    kind = request, first_line.partition(":")[0]
-    if kind in _logged:
-        return first_line
-    _logged.add(kind)
-    return failure
+    kinds = {(request, first_line.partition(":")[0]), (request, first_line)}
+    new = kinds - _logged
+    _logged.update(kinds)
+    return failure if len(new) == 2 else first_line if new else ""
 
 
 def to_row(prompt: "Prompt") -> dict[str, Any]:
@@ -346,8 +346,8 @@ class EnvironmentPool(Pool[EnvironmentWorker]):
             self._answer(session, **fields)
         elif "closed" in message:
             del worker.sessions[message["closed"]]
-            if message["error"]:
-                log.warning("an environment could not be closed: %s", once("close", message["error"]))
+            if message["error"] and (why := once("close", message["error"])):
+                log.warning("an environment could not be closed: %s", why)
             if not worker.sessions and not worker.must_retire:
                 worker.request_sweep()
         self._retire(worker)

@@ -47,6 +47,8 @@ class TrajectoryDialogues(Dialogues):
         self.holds = True
         self._own_counts = Counter[str]()
         """Counts of this rank's environments since the last batch with metrics."""
+        self._first_failure = ""
+        """Reason of the first failed trajectory of the last call on this rank."""
         self._counts: defaultdict[tuple[int, str], Counter[str]] = defaultdict(Counter)
         """(number of the step, timing of the calls) -> counts of environments in this step."""
 
@@ -86,7 +88,7 @@ class TrajectoryDialogues(Dialogues):
             source.suspend()
         else:
             dialogue.close()
-        self._own_counts = dialogue.counts
+        self._own_counts, self._first_failure = dialogue.counts, dialogue.first_failure
         if is_complete and not is_test and self._config.agents.order == "arrival":
             name = f"step_{self._step.number}/{call.purpose}_replica_{engine.replica}.events"
             path = Path(self._config.run.dir, DIRECTORY, name)
@@ -116,8 +118,11 @@ class TrajectoryDialogues(Dialogues):
         """
         n, timing = call.sampling.samples_per_prompt, call.timing
         batch = batch_of(samples, call.ids, prompts=call.prompts, samples_per_prompt=n, turns=True)
+        cause = ""
         if counts is None:
-            counts = sum(map(Counter, gather_objects(dict(self._own_counts))), Counter[str]())
+            found = gather_objects((dict(self._own_counts), self._first_failure))
+            counts = sum((Counter(own) for own, _ in found), Counter[str]())
+            cause = next((reason for _, reason in found if reason), "")
             self._own_counts = Counter()  # the next batch may need no run of the engine
         sizes = torch.bincount(batch.merge_rows().groups, minlength=len(batch.prompts))
         kept = (sizes >= min(2, n)).nonzero().squeeze(1).tolist()
@@ -125,15 +130,16 @@ class TrajectoryDialogues(Dialogues):
         key = self._step.number, timing
         self._counts = defaultdict(Counter, {k: v for k, v in self._counts.items() if k[0] == key[0]})
         self._counts[key].update(counts)  # a step may have several calls
-        found = agent_metrics(self._counts[key], capacity=self._config.rollout.max_concurrent_samples)
+        logged = agent_metrics(self._counts[key], capacity=self._config.rollout.max_concurrent_samples)
         prefix = "" if timing == "gen" else "val-aux/"
-        self._step.metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+        self._step.metrics |= {f"{prefix}{name}": value for name, value in logged.items()}
         if warning := warn_of_failures(counts, counts_as_wrong=timing == "testing"):
             self._step.progress.line(warning)
         if not kept:
+            reason = f"first cause: {cause}" if cause else "the log has the reason of each failure"
             raise AllTrajectoriesFailed(
-                f"environments failed in every group of {len(batch.prompts)} prompts: "
-                f"{describe_failures(counts)}; the log has the reason of each failure."
+                f"environments failed in every group of {len(batch.prompts)} prompts "
+                f"({describe_failures(counts)}); {reason}."
             )
         return batch if len(kept) == len(batch.prompts) else batch.keep_groups(kept)
 

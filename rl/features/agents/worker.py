@@ -53,7 +53,7 @@ from rl.features.agents.environment import (
 from rl.features.agents.observations import content, is_observation, with_uris
 from rl.rewards.score import to_finite, to_score
 from rl.workers.host import Host
-from rl.workers.messages import encodable, explain, too_slow
+from rl.workers.messages import RejectedResult, encodable, explain, place_of, shown, too_slow
 from rl.workers.supervisor import run_worker
 
 BEAT_S = 1.0
@@ -142,7 +142,7 @@ class EnvironmentHost(Host):
             if session.closing is not None:
                 raise
             self.must_retire |= isinstance(error, MemoryError)
-            fields = {"failure": _describe(error)}
+            fields = {"failure": explain(error)}
             fields["cause"] = next(
                 (c for kind, c in CAUSES.items() if isinstance(error, kind)), Failure.ERROR
             )
@@ -153,7 +153,7 @@ class EnvironmentHost(Host):
         try:
             await session.close()
         except BaseException as caught:
-            error = _describe(caught)
+            error = explain(caught)
         del self._sessions[number]
         self.send({"closed": number, "error": error})
 
@@ -168,12 +168,6 @@ class EnvironmentHost(Host):
             self._work.sendall(line + b"\n")
         except BaseException:
             os._exit(1)  # out of memory: the pool would wait for the answer
-
-
-def _describe(error: BaseException) -> str:
-    """Return an exception on one line, then its traceback."""
-    sentence = f"{type(error).__name__}: {error!s:.500}"
-    return f"{' '.join(sentence.splitlines())}\n{explain(error)}"
 
 
 class TrajectoryEnvironment:
@@ -206,13 +200,16 @@ class TrajectoryEnvironment:
             start = [{"role": "user", "content": content(start)}]
         messages = [{"role": "text", "content": start}] if isinstance(start, str) else start
         if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-            raise ValueError(f"reset must return a text or a list of messages, not {start!r:.80}")
+            raise self._wrong("reset", "a text or a list of messages", start)
         messages = list(map(with_uris, messages))
         self._tools = environment.tools_for(self._row)
         schemas = [tool.schema for tool in self._tools.values()]
         if hasattr(self._instance, "list_tools"):
             listed = await self._call(self._instance.list_tools)
-            self._listed = [schema["function"]["name"] for schema in listed]
+            try:
+                self._listed = [schema["function"]["name"] for schema in listed]
+            except (TypeError, KeyError):
+                raise self._wrong("list_tools", "a list of schemas in OpenAI's form", listed) from None
             schemas += listed
         return {"messages": messages, "tools": schemas, "drives": environment.drives, "done": self._done}
 
@@ -227,21 +224,35 @@ class TrajectoryEnvironment:
             values = {"calls": float(len(results)), "errors": float(sum(failed for *_, failed in results))}
             return {"messages": messages, "values": values, "done": self._done}
         if isinstance(action, GameTurn):
-            text, reward, done = await self._call(self._instance.step, action.text)
-            number = to_finite(reward)
+            result = await self._call(self._instance.step, action.text)
+            is_triple = isinstance(result, tuple | list) and len(result) == 3
+            number = to_finite(result[1]) if is_triple else None
             if number is None:
-                raise ValueError(f"step must return (text, reward, done) with a number, not {reward!r:.80}")
+                raise self._wrong("step", "(text, reward, done) with a finite number as reward", result)
+            text, _, done = result
             message = {"role": "user", "content": content(text, self._text)}
             return {"messages": [message], "reward": number, "done": bool(done)}
         if isinstance(action, AgentRun):
             arguments = (action.base_url, action.api_key, dict(self._row))
             result = await self._call(self._instance.run, *arguments, is_limited=False)
-            return {"done": True, "values": {} if result is None else to_score(result).values}
+            return {"done": True, "values": {} if result is None else self._score("run", result)}
         if not hasattr(self._instance, "score"):
             return {"values": {}, "done": True}
         score = self._instance.score
         given = [action.messages] if inspect.signature(score).parameters else []
-        return {"values": to_score(await self._call(score, *given)).values, "done": True}
+        return {"values": self._score("score", await self._call(score, *given)), "done": True}
+
+    def _score(self, method: str, result: Any) -> dict[str, float]:
+        """Return the numbers of a score. Raises RejectedResult with the method's place."""
+        try:
+            return to_score(result).values
+        except RejectedResult as error:
+            raise RejectedResult(f"{place_of(getattr(self._instance, method))}: {error}") from None
+
+    def _wrong(self, method: str, wanted: str, result: Any) -> RejectedResult:
+        """Return the error for a method that returned something else than `wanted`."""
+        place = place_of(getattr(self._instance, method))
+        return RejectedResult(f"{place} must return {wanted}, not {shown(result)}")
 
     async def close(self) -> None:
         """End a call in progress, and close the environment."""

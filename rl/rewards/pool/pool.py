@@ -25,7 +25,7 @@ from rl.config.reward import Reward
 from rl.config.reward_sources import RewardPlan
 from rl.rewards.pool.worker_process import ScoringWorker
 from rl.rewards.score import Score
-from rl.workers.messages import last_sentence, too_slow
+from rl.workers.messages import too_slow
 from rl.workers.pool import START_ATTEMPTS, Pool
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class ScoringPool(Pool[ScoringWorker]):
 
     def _to_scores(self, jobs: "_Jobs", *, logs: bool) -> list[Score]:
         failures = {i: outcome for i, outcome in enumerate(jobs.outcomes) if isinstance(outcome, str)}
-        self.failures = {i: last_sentence(reason) for i, reason in failures.items()}
+        self.failures = {i: reason.partition("\n")[0] for i, reason in failures.items()}
         if failures and logs:
             first = next(iter(failures.values()))
             log.warning(

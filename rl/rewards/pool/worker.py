@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl.config.reward_sources import RewardPlan
 from rl.rewards.mixture import Mixture
-from rl.rewards.score import RejectedResult, Score
+from rl.rewards.score import Score
 from rl.workers.host import Host
-from rl.workers.messages import explain, too_slow
+from rl.workers.messages import RejectedResult, explain, too_slow
 from rl.workers.supervisor import run_worker
 
 if TYPE_CHECKING:

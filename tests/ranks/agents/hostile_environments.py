@@ -155,3 +155,19 @@ class Fragile:
                 time.sleep(1000)
             raise RuntimeError("wrong answer")
         return "more", 1.0, self.turns == 3
+
+
+class Wrong:
+    """Returns something that its caller cannot use."""
+
+    def __init__(self, start="Go."):
+        self.start = start
+
+    def reset(self, row):
+        return self.start
+
+    def step(self, text):
+        return "more", 1.0
+
+    def score(self):
+        return "good"

@@ -1,4 +1,5 @@
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -166,6 +167,24 @@ def test_a_harmless_tool_costs_nothing(tmp_path, what):
             wait_until(lambda: not pool.poll(0.01) and pid not in all_processes())
             opened(pool, "b")
             assert text_of(reply_to(pool, "b", act("x"))) == "state 1"
+
+
+def test_a_wrong_result_is_one_sentence_with_its_method():
+    place = r"Wrong.{} \(hostile_environments.py, line \d+\)"
+    with make_pool("Wrong", kwargs={"start": 7}) as pool:
+        pool.open("a", row())
+        failure = replies_of(pool, "a")["a"].failure
+        assert re.fullmatch(
+            place.format("reset") + " must return a text or a list of messages, not int 7", failure
+        )
+    with make_pool("Wrong") as pool:
+        opened(pool, "a")
+        failure = reply_to(pool, "a", GameTurn("x")).failure
+        words = r" must return \(text, reward, done\) .*, not tuple \('more', 1.0\)"
+        assert re.fullmatch(place.format("step") + words, failure)
+        failure = reply_to(pool, "a", FinalScore([])).failure
+        words = ": the score must be a finite number of float32, it is str 'good'; return a number or a dict."
+        assert re.fullmatch(place.format("score") + words, failure)
 
 
 def test_async_sessions_of_a_worker_run_concurrently():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl.checks.objective import ObjectivePoint, total_weight
+from rl.config.functions import UsersError
 from rl.config.schema import LOSSES
 from rl.data.batch import Batch
 from rl.objectives import rollout_correction
@@ -19,7 +20,7 @@ from rl.objectives.losses import clip_cov, kl_cov
 from rl.objectives.off_policy_mask import off_policy_mask
 from rl.objectives.top_entropy import select_tokens
 from rl.phases.correction import reject, weigh, weights_of
-from rl.phases.policy_gradient import filtered, policy_loss, token_selection, with_entropy_bonus
+from rl.phases.policy_gradient import advantages, filtered, policy_loss, token_selection, with_entropy_bonus
 from rl.phases.reward_shaping import KlPenalty
 from rl.training.loss import Totals
 from rl.training.packing import pack
@@ -468,6 +469,38 @@ def test_weights_of_all_tokens_have_the_sum_of_the_aggregation(name, aggregation
     advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
     total = ObjectivePoint(policy_loss(config), config, advantages=advantages).slope.abs().sum()
     assert float(total) == pytest.approx(total_weight(config), rel=1e-4)
+
+
+OWN = """
+def raises(rewards, groups):
+    return rewards / groups["no"]
+def short(rewards, groups):
+    return rewards[1:]
+def alone(logprobs, advantages):
+    return -logprobs * advantages
+def cut(logprobs, advantages):
+    return logprobs[1:], {}
+"""
+
+
+@each(
+    "name, words",
+    [
+        ("advantage=raises", r"raised IndexError: .* \(own.py, line 3\); correct the function"),
+        ("advantage=short", r"an advantage per sample, a floating tensor of shape \[10\], not .*\[9\]"),
+        ("loss=alone", r"must return \(losses, dict of sums over tokens\), not Tensor of shape"),
+        ("loss=cut", "must return a loss per token first, a floating tensor of shape"),
+    ],
+)
+def test_what_an_own_formula_does_wrong_is_one_sentence(tmp_path, name, words):
+    (tmp_path / "own.py").write_text(OWN)
+    key, _, function = name.partition("=")
+    config = config_of(**{key: f"{tmp_path}/own.py:{function}"})
+    with pytest.raises(UsersError, match=f"objective.{key}=.*own.py:{function} .*{words}"):
+        if key == "advantage":
+            advantages(example(), config)
+        else:
+            policy_loss(config)(micro_batch(), TOTALS)
 
 
 def test_a_filtered_sample_is_weighted_in_the_loss():

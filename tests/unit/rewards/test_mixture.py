@@ -6,7 +6,8 @@ import pytest
 
 from rl.config.reward_sources import Component, RewardPlan, check_sources, make_plan
 from rl.rewards.mixture import Mixture, short_names
-from rl.rewards.score import RejectedResult, Score
+from rl.rewards.score import Score
+from rl.workers.messages import RejectedResult
 
 SAMPLE = {"prompt": "p", "response": "2", "ground_truth": "2", "data_source": "toy", "extra_info": {}}
 HANG_S = 60

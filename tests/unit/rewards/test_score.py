@@ -8,7 +8,8 @@ import pytest
 
 from rl.rewards import exact
 from rl.rewards.loading import load_reward_function
-from rl.rewards.score import PREDICTION_CHARS, RejectedResult, Score, to_score
+from rl.rewards.score import PREDICTION_CHARS, Score, to_score
+from rl.workers.messages import RejectedResult
 
 SAMPLE = {"prompt": "1+1=", "response": "2", "ground_truth": "2", "data_source": "addition"}
 SAMPLE["extra_info"] = {"index": 0}
