@@ -1,9 +1,9 @@
 """`lockstep submit`: submit one run as a job of Slurm, PBS Pro, LSF or Flux.
 
-The command writes the batch file RUN_DIR/launch/job.sbatch (or .pbs, .lsf, .flux). It prints the file, the
-resolved config, an estimate of memory and time, and the GPU-hours. Then it submits the file. With --dry-run
-the file is written but not submitted. With --anywhen the run becomes several jobs that start now
-(docs/slurm.md).
+The command writes the batch file RUN_DIR/launch/job.sbatch (or .pbs, .lsf, .flux), prints an estimate of
+memory and time and the GPU-hours, and submits the file. With --dry-run it does not submit the file, but
+prints it with the resolved config and the whole estimate. With --anywhen the run becomes several jobs that
+start now (docs/slurm.md).
 """
 
 import shlex
@@ -56,8 +56,10 @@ def main(argv: list[str]) -> int:
     make_private(directory.parent)
     directory.mkdir(exist_ok=True)
     file.write_text(text)
-    print(f"# {file}\n{text}\n# resolved config\n{to_yaml(config)}")
-    fits = print_estimate(config, resources)
+    print(f"# {file}")
+    if arguments.dry_run:
+        print(f"{text}\n# resolved config\n{to_yaml(config)}")
+    fits = print_estimate(config, resources, whole=arguments.dry_run)
     if not fits and not arguments.force:
         print("not submitted: it does not fit; --force submits it", file=sys.stderr)
         return 2
@@ -70,16 +72,17 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def print_estimate(config: Config, resources: Resources) -> bool:
-    """Print the report of train_rl.py --dry-run and the GPU-hours; return whether the run fits into memory.
+def print_estimate(config: Config, resources: Resources, *, whole: bool) -> bool:
+    """Print seconds of a step, GPU-hours and whether the run fits into memory; return whether it fits.
 
-    Nothing is estimated for CPU nodes, and the result is True.
+    Nothing is estimated for CPU nodes, and the result is True. whole: also print the report of
+    train_rl.py --dry-run.
     """
     if not resources.gpus_per_node:
         print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")
         return True
     found = estimate(config, resources.world_size, Hardware(ranks_per_node=resources.gpus_per_node))
-    print(report(found))
+    print(report(found) if whole else f"seconds per step, estimated: {found.step_seconds:.0f}")
     print(f"GPU-hours of the allocation, at most: {resources.gpu_hours:,.1f}")
     print(verdict(found, cheapest_change(found) if found.problems else None))
     return not found.problems

@@ -90,10 +90,12 @@ def main(argv: list[str]) -> int:
         print(f"nothing to submit: none of the {len(found)} points is {which}")
         return 0
     file = _write_batch_file(sweep, directory, tasks, found, command=as_typed("sweep", argv))
-    print(f"# {file}\n{file.read_text()}")
+    print(f"# {file}")
+    if arguments.dry_run:
+        print(file.read_text())
     for task in tasks:
         print(f"{task:>4}  {points[task].name}")
-    print_estimate(first, sweep.job)
+    print_estimate(first, sweep.job, whole=arguments.dry_run)
     jobs = 1 if in_one_job else len(tasks)
     print(f"GPU-hours of {len(tasks)} points, at most: {jobs * sweep.job.gpu_hours:,.1f}")
     scheduler = SCHEDULERS[sweep.job.scheduler]

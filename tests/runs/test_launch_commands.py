@@ -87,6 +87,11 @@ def write_status(run, state, **facts):
     (run / "status.json").write_text(json.dumps(status | facts))
 
 
+def file_of(out):
+    """The batch file that a command names first."""
+    return Path(out.splitlines()[0].removeprefix("# ")).read_text()
+
+
 def states(out):
     return {
         Path(line.split()[0]).name: line.split()[1] for line in out.splitlines() if "=" in line.split("  ")[0]
@@ -99,7 +104,8 @@ class TestSubmit:
     def test_the_file_is_kept_and_submitted(self, place):
         out = launch("submit", *self.arguments, "--time", "03:00:00", "--", "run.max_steps=7")
         file = place / "runs" / "test" / "launch" / "job.sbatch"
-        assert file.read_text() in out and "max_steps: 7" in out and "submitted job 101" in out
+        assert "run.max_steps=7" in file.read_text() and "submitted job 101" in out
+        assert out.startswith(f"# {file}\n") and len(out.splitlines()) < 10
         assert str(file) in (place / "sbatch.log").read_text()
         (run,) = read_runs([place / "runs" / "test"])
         assert (run.state, run.job) == ("unstarted", "101")
@@ -172,7 +178,7 @@ class TestSubmit:
 class TestSweep:
     def test_one_array_with_a_limit_and_a_directory_for_each_point(self, place):
         out = launch("sweep", "sweep.yaml")
-        assert "submitted array 101 with 6 tasks" in out and "#SBATCH --array=0-5%2" in out
+        assert "submitted array 101 with 6 tasks" in out and "#SBATCH --array=0-5%2" in file_of(out)
         points = place / "runs" / "sw" / "launch" / "points"
         assert len(list(points.iterdir())) == 6
         lines = (points / "4").read_text().splitlines()
@@ -195,11 +201,11 @@ class TestSweep:
         )
         assert "OSError: disk" in out
         out = launch("sweep", "sweep.yaml", "--only", "failed")
-        assert "#SBATCH --array=1-2,5%2" in out and "submitted array 102 with 3 tasks" in out
+        assert "#SBATCH --array=1-2,5%2" in file_of(out) and "submitted array 102 with 3 tasks" in out
         assert (sweep / "launch" / "job-1.sbatch").exists() and (sweep / "launch" / "job-2.sbatch").exists()
         (place / "queue").write_text("102_1 PENDING\n102_2 RUNNING\n102_5 PENDING\n")
         out = launch("sweep", "sweep.yaml", "--only", "failed")
-        assert "#SBATCH --array=3-4%2" in out  # the first array's are gone now, the second's wait
+        assert "#SBATCH --array=3-4%2" in file_of(out)  # the first array's are gone now, the second's wait
 
     def test_only_new_points_are_submitted(self, place):
         launch("sweep", "sweep.yaml")
@@ -207,7 +213,7 @@ class TestSweep:
             SWEEP.replace("[2, 3, 4]", "[2, 3, 4, 5]").replace("[1.0e-3, 2.0e-3]", "[1.0e-3]")
         )
         out = launch("sweep", "sweep.yaml")
-        assert "#SBATCH --array=6%2" in out and "samples_per_prompt=5" in out
+        assert "#SBATCH --array=6%2" in file_of(out) and "samples_per_prompt=5" in out
         assert "nothing to submit" in launch("sweep", "sweep.yaml")
 
     def test_an_invalid_point_is_named_before_a_submission(self, place):

@@ -80,7 +80,7 @@ def states(out):
 
 
 def test_a_sweep_runs_two_at_a_time_and_repeats_the_failed(cluster, launch, sweep, tmp_path):
-    assert "--array=0-5%2" in launch("sweep", sweep)
+    assert "with 6 tasks" in launch("sweep", sweep)
     runs = tmp_path / "runs" / "sweep"
     points = [point["name"] for point in json.loads((runs / "launch" / "sweep.json").read_text())["points"]]
     job = json.loads((runs / "launch" / "jobs.jsonl").read_text())["job"]
@@ -96,7 +96,7 @@ def test_a_sweep_runs_two_at_a_time_and_repeats_the_failed(cluster, launch, swee
     assert found.pop(victim) in ("stopped", "lost")  # it had seconds to say something
     assert found == {point: "finished" for point in points if point != victim}
 
-    assert "--array=2%2" in launch("sweep", sweep, "--only", "failed")
+    assert "with 1 tasks" in launch("sweep", sweep, "--only", "failed")
     again = json.loads((runs / "launch" / "jobs.jsonl").read_text().splitlines()[1])["job"]
     assert cluster.wait(f"{again}_2", SETTLED)["JobState"] == "COMPLETED"
     assert states(launch("status", runs)) == dict.fromkeys(points, "finished")
