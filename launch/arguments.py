@@ -15,16 +15,6 @@ OPTIONS = [
 """Fields of `Resources` that have a command-line option with a number or a text as its value."""
 
 
-def make_parser(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command, described by the docstring of its module."""
-    return argparse.ArgumentParser(
-        prog=f"lockstep {command}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
 def add_resources(parser: argparse.ArgumentParser) -> None:
     """Add an option for each field of `Resources`, described by the field's docstring."""
     group, docs = parser.add_argument_group("resources"), field_docs(Resources)

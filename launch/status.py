@@ -9,12 +9,12 @@ States: queued, running, stopped (can continue), finished, failed, lost, unstart
 from collections import Counter
 from pathlib import Path
 
-from launch.arguments import make_parser
 from launch.runs import RunState, find_runs, read_runs
+from rl.config.command_line import make_parser
 
 
 def main(argv: list[str]) -> int:
-    parser = make_parser("status", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("directories", metavar="DIR", type=Path, nargs="*", default=[Path("runs")])
     arguments = parser.parse_args(argv)
     directories = dict.fromkeys(run for directory in arguments.directories for run in find_runs(directory))

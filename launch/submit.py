@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 from launch.anywhen.command import add_limits, submit_anywhen
-from launch.arguments import add_resources, as_typed, make_parser, resources_of, warn
+from launch.arguments import add_resources, as_typed, resources_of, warn
 from launch.batch_file import Resources
 from launch.runs import DIRECTORY, note_job
 from launch.schedulers import SCHEDULERS
 from rl.config.checks import check
-from rl.config.command_line import add_config
+from rl.config.command_line import add_config, make_parser
 from rl.config.options import to_yaml
 from rl.config.schema import Config, load_config
 from rl.dry_run.changes import cheapest_change
@@ -27,7 +27,7 @@ from rl.sandbox.private_directory import make_private
 
 
 def main(argv: list[str]) -> int:
-    parser = make_parser("submit", __doc__)
+    parser = make_parser(__doc__)
     add_config(parser)
     parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")
     parser.add_argument(
@@ -82,7 +82,7 @@ def print_estimate(config: Config, resources: Resources, *, whole: bool) -> bool
         print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")
         return True
     found = estimate(config, resources.world_size, Hardware(ranks_per_node=resources.gpus_per_node))
-    print(report(found) if whole else f"seconds per step, estimated: {found.step_seconds:.0f}")
+    print(report(found) if whole else f"seconds per step, estimated: {found.step_seconds:.3g}")
     print(f"GPU-hours of the allocation, at most: {resources.gpu_hours:,.1f}")
     print(verdict(found, cheapest_change(found) if found.problems else None))
     return not found.problems

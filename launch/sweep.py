@@ -13,13 +13,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launch.arguments import as_typed, make_parser, warn
+from launch.arguments import as_typed, warn
 from launch.batch_file import Resources
 from launch.points import SweepRun, make_points
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
 from launch.schedulers import SCHEDULERS
 from launch.submit import print_estimate
 from rl.config.checks import check, check_directory_name
+from rl.config.command_line import make_parser
 from rl.config.options import ConfigError, as_override, flatten, load, show
 from rl.config.paths import expand_paths, literal
 from rl.config.schema import SUFFIXES, Config, load_config
@@ -64,7 +65,7 @@ class SweepFile:
 
 
 def main(argv: list[str]) -> int:
-    parser = make_parser("sweep", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("file", metavar="SWEEP.yaml", help="the sweep")
     parser.add_argument("--only", choices=["failed"], help="submit again the points that did not finish")
     parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")

@@ -11,15 +11,15 @@ import base64
 import html
 from pathlib import Path
 
-from launch.arguments import make_parser
 from launch.runs import DIRECTORY, SWEEP, UNREADABLE_RUN, RunState, read_runs, read_sweep
+from rl.config.command_line import make_parser
 from rl.config.options import ConfigError, show
 from rl.run_directory.bad_entries import read_each
 from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_points, read_run, reward_points
 
 
 def main(argv: list[str]) -> int:
-    parser = make_parser("report", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument(
         "directories", metavar="SWEEP", type=Path, nargs="+", help="directory of a sweep, or run directories"
     )

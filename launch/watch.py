@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from launch.arguments import make_parser
 from launch.runs import read_runs
+from rl.config.command_line import make_parser
 from rl.config.options import ConfigError
 from rl.run_directory.metric_log import STEP, parse_record
 from rl.run_directory.status import read_object
@@ -34,7 +34,7 @@ TIMINGS = {
 
 
 def main(argv: list[str]) -> int:
-    parser = make_parser("watch", __doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument(
         "--interval", metavar="S", type=float, default=2.0, help="seconds between readings (2)"

@@ -43,6 +43,8 @@ from pathlib import Path
 GRACE = 2.0
 """Seconds within which the other ranks may end by themselves after one has failed."""
 ROOT = Path(__file__).resolve().parent.parent
+LOCKSTEP = ROOT / "lockstep" / "__main__.py"
+"""The command `lockstep`, as a script for `run_ranks`."""
 _ASKS = threading.Lock()
 """Held from a question to the fork server until its answer, as a test may start several worlds in threads."""
 

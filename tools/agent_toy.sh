@@ -22,11 +22,11 @@ export OMP_NUM_THREADS=1 # one thread per rank; torchrun would set it too, with 
 [ -n "${VIRTUAL_ENV:-}" ] || source .venv/bin/activate
 launch() { torchrun --standalone --nproc-per-node "$1" train_rl.py --config "${@:2}"; }
 
-[ -d "runs/$task-toy/model" ] || python tools/make_agent_toy.py "${toy[@]:-$task}" --out "runs/$task-toy"
+[ -d "runs/$task-toy/model" ] || python -m lockstep data agent-toy "${toy[@]:-$task}" --out "runs/$task-toy"
 [ -d "runs/$task-warm-up/hf" ] ||
     launch 2 configs/agents/warm_up.yaml run.name="$task-warm-up" model.path="runs/$task-toy/model" \
         data.train="[runs/$task-toy/warm_up.parquet]" run.max_steps="$steps"
 for config in "${configs[@]}"; do
     launch "${ranks:-2}" "configs/agents/$config.yaml"
-    python tools/report.py "runs/$config" --before "runs/$task-warm-up"
+    python -m lockstep report "runs/$config" --before "runs/$task-warm-up"
 done

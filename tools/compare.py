@@ -11,30 +11,24 @@ the command names the first step, stage and sample at which the training of two 
 the configs and environments that differ. In deterministic runs this is the cause or its first effect.
 """
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 
 import numpy as np
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.run_directory.rollout_files import VALIDATIONS, stored_steps  # noqa: E402
-from tools.comparison.paired import ALPHA, compare  # noqa: E402
-from tools.comparison.parting import parting  # noqa: E402
-from tools.comparison.values import PromptValues, prompt_values  # noqa: E402
+from rl.config.command_line import make_parser
+from rl.run_directory.rollout_files import VALIDATIONS, stored_steps
+from tools.comparison.paired import ALPHA, compare
+from tools.comparison.parting import parting
+from tools.comparison.values import PromptValues, prompt_values
 
 MARGIN = 0.02
 """Smallest difference of accuracy that matters, unless --margin says otherwise."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("a", metavar="A", help="run directory, or those of several seeds separated by commas")
     add("b", metavar="B", help="the other run, or its seeds")
@@ -116,7 +110,3 @@ def _table(
     """Return the mean over the steps of each seed and prompt, float64 [seeds, prompts]."""
     rows = [[[values[run][step][key] for key in keys] for step in steps] for run in arm]
     return np.array(rows).mean(axis=1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

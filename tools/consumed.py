@@ -8,18 +8,15 @@ dropped (`rollout.on_stale=drop`), or wait for a later step. Exit code 1 if a dr
 of synchronous steps, before or between, are not in the file and not counted.
 """
 
-import argparse
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.run_directory.bad_entries import read_lines  # noqa: E402
-from rl.run_directory.consumed import FILE_NAME  # noqa: E402
-from rl.run_directory.metric_log import STEP  # noqa: E402
+from rl.config.command_line import make_parser
+from rl.run_directory.bad_entries import read_lines
+from rl.run_directory.consumed import FILE_NAME
+from rl.run_directory.metric_log import STEP
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,7 @@ def count(run_dir: Path) -> Count:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, help="run directory")
     args = parser.parse_args(argv)
     try:
@@ -91,7 +86,3 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit(f"error: {reason}; name a run with rollout.carry_over=true or roles, which write the file.")
     print(found.line())
     return 0 if found.is_exact else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,6 @@ sbatch. Exit code 0: no problem or only warnings; 2: a check failed. --json prin
 """
 
 import argparse
-import contextlib
 import json
 import os
 import shlex
@@ -24,17 +23,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-if sys.version_info < (3, 11):  # noqa: UP036 (a login node's own Python)
-    sys.exit(
-        f"error: Python 3.11 or newer is needed, this is {sys.version.split()[0]}; activate the environment."
-    )
-
-from rl.config.command_line import add_config  # noqa: E402
-from rl.config.schema import load_config  # noqa: E402
-from rl.runtime.ranks import Ranks, discover  # noqa: E402
-from tools.node_checks import (  # noqa: E402
+from rl.config.command_line import add_config, make_parser
+from rl.config.schema import load_config
+from rl.runtime.ranks import Ranks, discover
+from tools.node_checks import (
     Finding,
     bad,
     check_compilers,
@@ -45,8 +37,8 @@ from tools.node_checks import (  # noqa: E402
     check_versions,
     config_paths,
 )
-from tools.opened_files import count_opened, table  # noqa: E402
-from tools.site_checks import check_site  # noqa: E402
+from tools.opened_files import count_opened, table
+from tools.site_checks import check_site
 
 ByNode = dict[str, list[Finding]]
 
@@ -71,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add_config(parser, required=False, about="check the models, data and run directory of this YAML file")
     opened_help = "only run this command under strace, and print the files that it opens by mount point"
@@ -194,8 +184,3 @@ def as_json(by_node: ByNode) -> str:
     nodes = {host: [vars(finding) for finding in findings] for host, findings in by_node.items()}
     bad = bad_nodes(by_node)
     return json.dumps({"ok": not bad, "bad": bad, "exclude": excluded(by_node), "nodes": nodes})
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        sys.exit(main())

@@ -16,17 +16,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.runtime.ranks import Ranks, discover  # noqa: E402
-from train_rl import leave, prepare_environment  # noqa: E402
+from rl.config.command_line import make_parser
+from rl.runtime.ranks import Ranks, discover
+from train_rl import prepare_environment
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="directory of the run")
     add("--out", required=True, help="directory to write; must not exist")
@@ -104,7 +100,3 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
         if ranks.rank == 0:
             kind = "the adapters" if args.adapter else "a Hugging Face checkpoint"
             print(f"wrote {args.out}, {kind} of step {saved.step}")
-
-
-if __name__ == "__main__":
-    leave(main())

@@ -16,23 +16,18 @@ by their whole path still work, so pass only scripts that you trust. Names of se
 the tables.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.verl.convert import convert  # noqa: E402
-from tools.verl.every import convert_every  # noqa: E402
+from rl.config.command_line import make_parser
+from tools.verl.convert import convert
+from tools.verl.every import convert_every
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add(
         "file",
@@ -71,7 +66,3 @@ def print_all(checkout: Path, out: str | None, **known: Any) -> int:
         print(f"{outcome.script}: {outcome.refusal or f'{outcome.world_size} GPUs'}")
     print(f"{passed} of {len(outcomes)} scripts give a config that passes the dry run on their GPUs.")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

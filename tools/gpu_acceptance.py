@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Python searches only tools/ for modules when it runs this file as a script.
 sys.path.insert(0, str(ROOT))
 
+from rl.config.command_line import make_parser  # noqa: E402
 from rl.run_directory.record import versions  # noqa: E402
 from rl.sandbox.leftovers import descendants  # noqa: E402
 from tools.acceptance.findings import read_results, write_results  # noqa: E402
@@ -161,9 +162,7 @@ def generates_on_cpu() -> bool:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--quick", action="store_true", help="fewer architectures, no training run")

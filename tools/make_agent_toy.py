@@ -19,17 +19,13 @@ configs/agents/ has the environments and configurations. Equal arguments give eq
 downloaded.
 """
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools.make_toy import build_model, build_tokenizer, save, write_rows  # noqa: E402
+from rl.config.command_line import make_parser
+from tools.make_toy import build_model, build_tokenizer, save, write_rows
 
 CHAT_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool['function']['name'] }}{% endfor %}{% endif %}"
@@ -162,9 +158,7 @@ def make_agent_toy(task: str, out: str | Path, *, seed: int = 0, experts: int = 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("task", choices=TASKS, help="the task")
     add("--out", required=True, help="directory to write to")
@@ -173,7 +167,3 @@ def main(argv: list[str] | None = None) -> None:
     arguments = vars(parser.parse_args(argv))
     out = make_agent_toy(**arguments)
     print(f"wrote {out}/train.parquet, test.parquet, warm_up.parquet and model")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,6 @@ of its quarters. The script writes
 Equal arguments give equal files; nothing is downloaded.
 """
 
-import argparse
 import io
 import json
 from pathlib import Path
@@ -25,6 +24,7 @@ import pyarrow.parquet as pq
 import transformers
 from PIL import Image
 
+from rl.config.command_line import make_parser
 from tools.make_toy import INITIALIZER_RANGE, MAX_LENGTH, build_tokenizer, draw, save, special_keys
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 70, 220), "yellow": (230, 210, 50)}
@@ -152,9 +152,7 @@ def make_image_toy(out: str | Path, *, seed: int = 0, rows: int = 2000, hidden: 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("--out", required=True, help="directory to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the images and the weights")
     parser.add_argument("--rows", type=int, default=2000, help="training rows")

@@ -30,10 +30,8 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.config import wing  # noqa: E402
+from rl.config import wing
+from rl.config.command_line import make_parser
 
 Row = dict[str, Any]
 
@@ -152,9 +150,7 @@ def make_tasks(arguments: argparse.Namespace) -> dict[str, list[Row]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("kind", choices=("arithmetic", "harbor", "reasoning-gym", "seeds", "verifiers"))
     parser.add_argument("--name", default="", help="generators or env_ids, separated by commas")
     parser.add_argument("--options", default="{}", help="JSON object")
@@ -174,7 +170,3 @@ def main(argv: list[str] | None = None) -> int:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{path}: {len(rows)} rows")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,16 +16,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.config.checks import check  # noqa: E402
-from rl.config.command_line import add_config  # noqa: E402
-from rl.config.schema import load_config  # noqa: E402
-from rl.dry_run.changes import Change  # noqa: E402
-from rl.dry_run.estimate import Estimate, estimate  # noqa: E402
-from rl.dry_run.hardware import GIB, GPUS, Hardware  # noqa: E402
-from rl.dry_run.layouts import fastest  # noqa: E402
+from rl.config.checks import check
+from rl.config.command_line import add_config, make_parser
+from rl.config.schema import load_config
+from rl.dry_run.changes import Change
+from rl.dry_run.estimate import Estimate, estimate
+from rl.dry_run.hardware import GIB, GPUS, Hardware
+from rl.dry_run.layouts import fastest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,9 +96,7 @@ def factors_of(run: Path, hardware: Hardware, lengths: Mapping[str, float]) -> d
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add_config(parser, required=False)
     add("--gpus", metavar="N", type=int, required=True, help="number of GPUs, one rank each")
@@ -119,7 +114,3 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.gpus < 1 or arguments.gpus_per_node < 1:
         parser.error("--gpus and --gpus-per-node must be at least 1")
     return arguments
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,25 +23,21 @@ from pathlib import Path
 
 import numpy as np
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.config.layout_checks import check_has_experts, check_rollout_grid, check_training_grid  # noqa: E402
-from rl.config.schema import Config  # noqa: E402
-from rl.models import architecture  # noqa: E402
-from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts  # noqa: E402
-from rl.refit.connections import connection_bytes  # noqa: E402
-from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT  # noqa: E402
-from rl.refit.traffic import RefitTraffic, refit_traffic  # noqa: E402
+from rl.config.command_line import make_parser
+from rl.config.layout_checks import check_has_experts, check_rollout_grid, check_training_grid
+from rl.config.schema import Config
+from rl.models import architecture
+from rl.models.placement import RolloutPlacement, TrainingPlacement, count_experts
+from rl.refit.connections import connection_bytes
+from rl.refit.plan import FAR_IN, FAR_OUT, NEAR_IN, NEAR_OUT
+from rl.refit.traffic import RefitTraffic, refit_traffic
 
 ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GIB = 1 << 30
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--model", metavar="PATH", type=Path, required=True, help="Hugging Face directory or config.json")
     add("--train", metavar="tp=..,pp=..,ep=..", required=True, help="layout of training")
@@ -178,7 +174,3 @@ def report(traffic: RefitTraffic, *, nvlink_gbps: float, nic_gbps: float, ranks_
         else "nothing crosses ranks",
     ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

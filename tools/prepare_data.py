@@ -51,7 +51,6 @@ import argparse
 import gzip
 import json
 import logging
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -64,11 +63,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from tools import dataset_rows  # noqa: E402
-from tools.dataset_rows import Row, Unusable  # noqa: E402
+from rl.config.command_line import make_parser
+from tools import dataset_rows
+from tools.dataset_rows import Row, Unusable
 
 log = logging.getLogger(__name__)
 
@@ -398,9 +395,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     names = parser.add_subparsers(dest="dataset", required=True)
     for name, known in DATASETS.items():
         one = names.add_parser(name, help=known.help)
@@ -436,7 +431,3 @@ def _prepare(arguments: argparse.Namespace) -> dict[str, int]:
         records = find_records(arguments.source, only_split=known.only_split)
     options = {"data_source": arguments.data_source} if known.data_source else {}
     return known.write(records, arguments.out, **options)
-
-
-if __name__ == "__main__":
-    main()

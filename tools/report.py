@@ -11,19 +11,16 @@ is one file that needs no network (docs/report.md). `--expect` compares the run 
 recipe (configs/expected/) and exits with code 3 if a point is outside its range or missing.
 """
 
-import argparse
 import itertools
 import sys
 from pathlib import Path
 from types import ModuleType
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.run_directory.bad_entries import read_each  # noqa: E402
-from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records  # noqa: E402
-from tools.recipes import Expected, read_recipe  # noqa: E402
-from tools.report_page.write import write_page  # noqa: E402
+from rl.config.command_line import make_parser
+from rl.run_directory.bad_entries import read_each
+from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records
+from tools.recipes import Expected, read_recipe
+from tools.report_page.write import write_page
 
 REWARD = "critic/score/mean"
 UNMET_EXIT = 3
@@ -33,9 +30,7 @@ Point = tuple[int, float]
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run")
     add("--before", metavar="SFT_RUN_DIR", type=Path, help="directory of the run before it")
@@ -241,7 +236,3 @@ def draw_curves(curves: dict[str, list[Point]], png: Path, *, label: str) -> Non
     figure.tight_layout()
     figure.savefig(png)
     plt.close(figure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,12 +19,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.run_directory.bad_entries import read_each  # noqa: E402
-from rl.run_directory.rollout_files import read, stored_steps  # noqa: E402
-from tools.report import aligned  # noqa: E402
+from rl.config.command_line import make_parser
+from rl.run_directory.bad_entries import read_each
+from rl.run_directory.rollout_files import read, stored_steps
+from tools.report import aligned
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,9 +36,7 @@ CELL_CHARS = 60
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path, help="directory of a run")
     for name in ("step", *RANGES):
@@ -198,7 +194,3 @@ def export(tables: Iterator["pa.Table"], path: Path) -> int:
 def _base64(file: bytes) -> str:
     """Return an image's file as JSON can hold it."""
     return base64.b64encode(file).decode()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

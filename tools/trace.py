@@ -10,7 +10,6 @@ tracks are phases, the main thread, the GPU, reward workers and other threads. T
 docs/traces.md says what to look for. The tool needs neither torch nor the machine of the run.
 """
 
-import argparse
 import gzip
 import json
 import re
@@ -21,13 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
-# Python searches only tools/ for modules when it runs this file as a script.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from rl.run_directory.bad_entries import read_each  # noqa: E402
-from rl.run_directory.metric_log import FILE_NAME, STEP, read_records  # noqa: E402
-from rl.runtime import tracing  # noqa: E402
-from tools.report import aligned  # noqa: E402
+from rl.config.command_line import make_parser
+from rl.run_directory.bad_entries import read_each
+from rl.run_directory.metric_log import FILE_NAME, STEP, read_records
+from rl.runtime import tracing
+from tools.report import aligned
 
 TRACKS = ("phase", "main", "GPU")
 """The first tracks of a rank, in order."""
@@ -37,9 +34,7 @@ RANK_FILE = re.compile(r"step_(\d+)_rank_(\d+)\.json")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of a run")
     parser.add_argument("--step", type=int, help="only this step")
     parser.add_argument(
@@ -191,7 +186,3 @@ def cost(run_dir: Path, steps: dict[int, list[Path]]) -> str:
 def empty_span() -> None:
     with tracing.span("name", number=1):
         pass
-
-
-if __name__ == "__main__":
-    sys.exit(main())

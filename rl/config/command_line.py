@@ -8,6 +8,7 @@ import shutil
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from rl.config.declarations import texts_under
 from rl.config.options import flatten, last, parent, show, tree_keys, type_name
@@ -25,6 +26,12 @@ class CommandLine:
     """Print only the keys that differ from the defaults."""
 
 
+def make_parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
+    """Return a parser of whole words that prints its description, a module's docstring, as it is written."""
+    options |= dict(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    return argparse.ArgumentParser(allow_abbrev=False, **options)
+
+
 def parse_command_line(
     cls: type,
     argv: list[str],
@@ -38,14 +45,8 @@ def parse_command_line(
     `--help` among the arguments prints the usage, the keys `first` of `cls` and its sections, exit code 0. A
     word after it selects keys (`selected`). A usage error exits with code 2.
     """
-    parser = argparse.ArgumentParser(
-        prog=program,
-        usage="%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help [WORD]]",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
-    )
+    usage = "%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help [WORD]]"
+    parser = make_parser(description, prog=program, usage=usage, add_help=False)
     add_config(parser, about="YAML file with any of the keys below")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     parser.add_argument("--changed", action="store_true", help="with --print-config: without defaults")

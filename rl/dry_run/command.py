@@ -12,7 +12,7 @@ import os
 import sys
 
 from rl.config.checks import check
-from rl.config.command_line import add_config
+from rl.config.command_line import add_config, make_parser
 from rl.config.schema import learns_from_samples, load_config
 from rl.dry_run import hardware
 from rl.dry_run.changes import cheapest_change
@@ -49,12 +49,7 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the arguments of a dry run. A usage error exits with code 2."""
-    parser = argparse.ArgumentParser(
-        prog="train_rl.py --dry-run",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser(__doc__, prog="train_rl.py --dry-run")
     add = parser.add_argument
     add_config(parser)
     add("--dry-run", action="store_true", help="(this)")

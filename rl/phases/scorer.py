@@ -204,7 +204,8 @@ class Scorer:
         for i, text in zip(asked, decode_responses(answers.response_ids, tokenizer, kept)):
             try:
                 grade = to_finite(found := parse(text))
-                cause = f"reward.judge.parser {place_of(parse)} must return a finite number of float32, not {shown(found)}"
+                place = f"reward.judge.parser {place_of(parse)}"
+                cause = f"{place} must return a finite number of float32, not {shown(found)}"
             except Exception as error:  # a user's parser may raise anything; only this sample's grade is lost
                 grade, cause = None, f"reward.judge.parser raised {sentence_of(error)}"
             if grade is None:

@@ -5,7 +5,7 @@ from safetensors.numpy import load_file
 
 from tests import bounds
 from tests.records import records
-from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.spawn import LOCKSTEP, ROOT, RanksFailed, run_ranks
 from tests.toy import TRAIN, train
 
 LORA = ("adapter.kind=lora", "adapter.rank=4", "adapter.alpha=8", "adapter.targets=[q_proj, up_proj]")
@@ -24,7 +24,7 @@ def test_a_run_starts_from_the_adapters_of_another(config, tmp_path):
     written = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
     assert all(tensor.any() for tensor in written.values())
 
-    export_hf = [ROOT / "tools" / "export_hf.py", tmp_path / "run", "--adapter", "--out", tmp_path / "later"]
+    export_hf = [LOCKSTEP, "export", tmp_path / "run", "--adapter", "--out", tmp_path / "later"]
     run_ranks(1, *export_hf, timeout=120)
     later = load_file(tmp_path / "later" / "adapter_model.safetensors")
     assert all((later[name] == tensor).all() for name, tensor in written.items())

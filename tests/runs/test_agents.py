@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoints import save_qwen2, save_qwen2_classifier
 from tests.records import comparable, records, rollouts
-from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.spawn import LOCKSTEP, ROOT, RanksFailed, run_ranks
 from tests.toy import train, write_config
 
 GAME = Path(__file__).with_name("agent_game.py")
@@ -67,12 +67,12 @@ def test_a_run_with_a_game_and_the_replay_of_its_log(toy, tmp_path):
     assert roles == ["prompt", "assistant", "user", "assistant", "user", "assistant"]
     texts = [message["content"] for message in sample["messages"]]
     assert texts[-1].startswith(sample["response"]) and texts[2][0] == "+"
-    out = run_ranks(2, ROOT / "tools" / "replay.py", tmp_path / "run", 2, timeout=300)
+    out = run_ranks(2, LOCKSTEP, "samples", "replay", tmp_path / "run", 2, timeout=300)
     assert re.fullmatch(r"train.2_replica_0.events: 96 completions, \d+ tokens: identical\n", out[0])
     # Weights of another step give other log-probs.
     (tmp_path / "run" / "events" / "step_2").rename(tmp_path / "run" / "events" / "step_3")
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(2, ROOT / "tools" / "replay.py", tmp_path / "run", 3, timeout=300)
+        run_ranks(2, LOCKSTEP, "samples", "replay", tmp_path / "run", 3, timeout=300)
     assert "tokens: DIFFERENT (" in failure.value.stdout[0]
 
 

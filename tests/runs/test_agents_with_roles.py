@@ -8,7 +8,7 @@ from tests.checkpoints import save_tiny
 from tests.records import comparable, records
 from tests.runs.test_agents import ARRIVAL, BASE, WAVES
 from tests.runs.test_roles import FAULTY, assert_each_prompt_once, without_staleness
-from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.spawn import LOCKSTEP, RanksFailed, run_ranks
 from tests.toy import train, write_config
 
 CORRECT = "rollout_correction.truncate_tokens=2"
@@ -45,7 +45,7 @@ def test_what_each_version_sampled_in_flight_is_replayed(agent_config, tmp_path)
     long = ("rollout.max_concurrent_samples=4", "agents.max_tokens_per_turn=12")
     train(2, agent_config, *ARRIVAL, *ROLES, *IN_FLIGHT, "roles.granularity=sample", *long, run=run)
     for step in (1, 3):
-        lines = run_ranks(1, ROOT / "tools" / "replay.py", run, step, timeout=300)[0].splitlines()
+        lines = run_ranks(1, LOCKSTEP, "samples", "replay", run, step, timeout=300)[0].splitlines()
         assert lines and all(line.endswith("tokens: identical") for line in lines), lines
 
 

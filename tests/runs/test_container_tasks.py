@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -15,8 +13,9 @@ from rl.features.agents.environment import load_environment
 from rl.features.containers.harbor import Task, read_task, unmet
 from tests.container_image import build_image
 from tests.records import records
-from tests.spawn import ROOT, run_ranks
+from tests.spawn import run_ranks
 from tests.toy import TRAIN
+from tools.make_tasks import main as make_tasks
 
 DOCKERFILE = """# a task
 FROM tiny:1
@@ -146,8 +145,7 @@ def test_a_dockerfile_that_needs_a_build_is_refused(line, tasks, tmp_path):
 def test_a_training_run_scores_five_tasks(tasks, image, toy, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = json.dumps({"tasks": str(tasks)})
-    tool = [sys.executable, ROOT / "tools/make_tasks.py", "harbor", "--num-test", "0", "--options", options]
-    subprocess.run([*tool, "--out", "rows"], check=True)
+    make_tasks(["harbor", "--num-test", "0", "--options", options, "--out", "rows"])
     config = {
         "algorithm": "grpo",
         "run": {"name": "tasks", "max_steps": 2},

@@ -1,5 +1,4 @@
-"""python -m launch from its command line, with Slurm's commands played by scripts: what is written, submitted
-and shown."""
+"""Commands of `launch`, with Slurm's commands played by scripts: what is written, submitted and shown."""
 
 import json
 import os
@@ -59,7 +58,7 @@ def place(tmp_path, monkeypatch):
 
 def run_launch(*arguments):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "launch", *arguments]
+    command = [sys.executable, "-m", "lockstep", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
@@ -272,7 +271,7 @@ class TestStatus:
         (sweep / points[0] / "metrics.jsonl").write_text(json.dumps(record) + "\n")
         no_controller = "#!/bin/bash\necho 'error: Unable to contact slurm controller' >&2\nexit 1\n"
         (place / "bin" / "squeue").write_text(no_controller)
-        commands = {name: run_launch(name, "runs/sw") for name in ("status", "report")}
+        commands = {name: run_launch(*name.split(), "runs/sw") for name in ("status", "sweep report")}
         for done in commands.values():
             assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
             assert done.stderr.startswith("warning: Slurm's queue is unavailable")
@@ -300,25 +299,25 @@ class TestReport:
                 for s in (1, 2)
             ]
             (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        out = launch("report", "runs/sw")
+        out = launch("sweep", "report", "runs/sw")
         assert "3 of 6 runs have critic/score/mean" in out
         assert (sweep / "report.png").read_bytes().startswith(b"\x89PNG")
         page = (sweep / "report.html").read_text()
         rows = [row for row in page.split("<tr>")[2:]]
         assert "samples_per_prompt=4" in rows[0] and "<td>0.4</td>" in rows[0]  # the best last value first
         assert page.count("<tr>") == 7 and "data:image/png;base64," in page
-        launch("report", "runs/sw", "--metric", "a/b")
-        assert "no run has the metric x" in launch("report", "runs/sw", "--metric", "x", code=2)
+        launch("sweep", "report", "runs/sw", "--metric", "a/b")
+        assert "no run has the metric x" in launch("sweep", "report", "runs/sw", "--metric", "x", code=2)
 
     def test_a_sweep_without_records(self, place):
         launch("sweep", "sweep.yaml")
-        assert "no" in launch("report", "runs/sw", code=2)
+        assert "no" in launch("sweep", "report", "runs/sw", code=2)
 
 
 def test_help_and_an_unknown_command(place):
     assert "Submit many runs" in launch("--help")
     assert "sweeep is no command" in launch("sweeep", code=2)
-    for command in ("submit", "sweep", "status", "report"):
+    for command in ("submit", "sweep", "status"):
         assert "usage" in launch(command, "--help")
 
 
@@ -328,7 +327,7 @@ def run_into_closed_pipe(*arguments):
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "launch", *arguments]
+        command = [sys.executable, "-m", "lockstep", *arguments]
         options = dict(stderr=subprocess.PIPE, env=environment, text=True, timeout=60)
         return subprocess.run(command, stdout=pipe, **options)
 
@@ -351,11 +350,11 @@ def test_submitting_needs_neither_torch_nor_submitit(place):
     code = (
         "import sys\n"
         "for name in ('torch', 'submitit', 'matplotlib', 'transformers'): sys.modules[name] = None\n"
-        "from launch.__main__ import main\n"
-        "submit = ['submit', '--config', 'config.yaml', '--nodes', '1', '--', 'model.path=qwen2.5-0.5b']\n"
-        "assert main(submit) == 0\n"
-        "assert main(['sweep', 'sweep.yaml']) == 0\n"
-        "assert main(['status', 'runs']) == 0\n"
+        "from launch import status, submit, sweep\n"
+        "given = ['--config', 'config.yaml', '--nodes', '1', '--', 'model.path=qwen2.5-0.5b']\n"
+        "assert submit.main(given) == 0\n"
+        "assert sweep.main(['sweep.yaml']) == 0\n"
+        "assert status.main(['runs']) == 0\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

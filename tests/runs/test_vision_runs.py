@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoints import assert_same_checkpoint, save_tiny
 from tests.records import comparable
-from tests.spawn import ROOT, run_ranks
+from tests.spawn import LOCKSTEP, run_ranks
 from tests.toy import train
 from tools.make_image_toy import make_image_toy
 
@@ -95,9 +95,7 @@ def test_a_resumed_run_continues_exactly(tmp_path, squares, how):
     exported = train(2, config, *keys, "run.max_steps=3", "checkpoint.export_hf=true", run=tmp_path / "parts")
     assert exported and json.loads((tmp_path / "parts" / "hf" / "config.json").read_text())["vision_config"]
     assert (tmp_path / "parts" / "adapter").exists() == (how == "adapter")
-    run_ranks(
-        1, ROOT / "tools" / "export_hf.py", tmp_path / "parts", "--out", tmp_path / "later", timeout=200
-    )
+    run_ranks(1, LOCKSTEP, "export", tmp_path / "parts", "--out", tmp_path / "later", timeout=200)
     files = [load_file(tmp_path / name / "model.safetensors") for name in ("later", "parts/hf")]
     assert files[0].keys() == files[1].keys()
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())

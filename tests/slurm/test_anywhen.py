@@ -31,7 +31,7 @@ def submit(cluster, toy, tmp_path):
     config = write_config(tmp_path, toy)
     size = ("--nodes=4", "--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per-task=16", "--time=3:00")
     limits = ("--partition=main", "--signal-lead=15", f"--jobs={JOBS}", f"--node-hours={NODE_HOURS}")
-    command = (sys.executable, "-m", "launch", "submit", "--anywhen", "--config", config, *size, *limits)
+    command = (sys.executable, "-m", "lockstep", "submit", "--anywhen", "--config", config, *size, *limits)
     own = ("--dry-run", "--efficiency=0", "--", *OWN, f"run.max_steps={STEPS}")
     cluster.run(*command, *own, cwd=tmp_path)
     plan = tmp_path / "run" / "anywhen" / "plan.json"

@@ -1,4 +1,4 @@
-"""python -m launch, its submitit front and tools/doctor.py on a real Slurm cluster of CPU nodes."""
+"""The commands, their submitit front and `lockstep doctor` on a real Slurm cluster of CPU nodes."""
 
 import ast
 import json
@@ -10,7 +10,6 @@ import pytest
 from tests.records import records
 from tests.slurm.cluster import PATIENCE_S, status, wait_for
 from tests.slurm.test_batch_files import WEIRD
-from tests.spawn import ROOT
 from tests.toy import SFT, write_config
 
 pytestmark = pytest.mark.slow
@@ -43,10 +42,10 @@ print([SlurmJob(sys.argv[1], job, tasks=[0]).result() for job in sys.argv[2:]])
 
 @pytest.fixture
 def launch(cluster, tmp_path):
-    """python -m launch on the cluster, in tmp_path; returns what it prints."""
+    """`lockstep` on the cluster, in tmp_path; returns what it prints."""
 
     def run(*arguments):
-        return cluster.run(sys.executable, "-m", "launch", *arguments, cwd=tmp_path)
+        return cluster.run(sys.executable, "-m", "lockstep", *arguments, cwd=tmp_path)
 
     return run
 
@@ -157,7 +156,17 @@ def test_every_character_of_names_and_paths_reaches_the_job(cluster, toy, tmp_pa
     config = write_config(tmp_path, toy, *SFT, "run.max_steps=1").rename(here / "my config.yaml")
     asked = ("--nodes", "2", "--gpus-per-node", "0", "--ranks-per-node", "1", "--time", "00:30:00")
     name = 'it\'s $HOME #1 "x" 100%j'
-    command = (sys.executable, "-m", "launch", "submit", "--config", config, *asked, "--", f"run.name={name}")
+    command = (
+        sys.executable,
+        "-m",
+        "lockstep",
+        "submit",
+        "--config",
+        config,
+        *asked,
+        "--",
+        f"run.name={name}",
+    )
     command = (*command, "run.dir=run")
     cluster.run(*command, cwd=here)
     job = json.loads((here / "run" / "launch" / "jobs.jsonl").read_text())["job"]
@@ -200,7 +209,7 @@ class TestSubmitit:
 def test_the_doctor_names_the_node_that_does_not_see_the_data(cluster, config, tmp_path):
     (tmp_path / "train.jsonl").write_text("{}")
     options = f"--mib 4 --slow-share 0.01 --min-free-gib 0 --config {config} data.train=train.jsonl"
-    examine = f"exec {sys.executable} {ROOT}/tools/doctor.py {options}"
+    examine = f"exec {sys.executable} -m lockstep doctor {options}"
     srun = ("srun", "--nodes=4", "--ntasks-per-node=1", "bash", "-c")
     assert "4 nodes, 0 with a failed check" in cluster.run(*srun, examine, cwd=tmp_path)
     blind = f"if [ $(hostname) = node3 ]; then cd /; fi; {examine}"

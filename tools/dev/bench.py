@@ -26,6 +26,7 @@ from pathlib import Path
 # Python searches only tools/dev/ for modules when it runs this file as a script.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from rl.config.command_line import make_parser  # noqa: E402
 from tools.dev.bench_tables import checks, configs, control, full_fine_tuning, host, measured, peer, published  # noqa: E402
 from tools.dev.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.dev.bench_tables.sides import BenchFailed  # noqa: E402
@@ -137,9 +138,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     tables = parser.add_subparsers(dest="table", metavar="TABLE", required=True)
     for name, table in TABLES.items():
         sub = tables.add_parser(name, help=table.title, description=table.title)

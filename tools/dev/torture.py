@@ -14,7 +14,6 @@ Without --config the run is a GRPO run of 12 steps on the toy task on --ranks ra
 step; every second run saves in the background.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -36,7 +35,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from rl.checkpoint.directory import complete, expected_files, read_manifest  # noqa: E402
 from rl.checkpoint.shards import check_file  # noqa: E402
-from rl.config.command_line import add_config  # noqa: E402
+from rl.config.command_line import add_config, make_parser  # noqa: E402
 from rl.run_directory.consumed import FILE_NAME  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 from tools.records import comparable  # noqa: E402
@@ -268,9 +267,7 @@ def toy_config(out: Path) -> Path:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--kills", type=int, default=100, help="how often a run is killed")
     add("--ranks", type=int, default=2, help="ranks of the run")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests import bounds
 from tests.checkpoints import SIZES, save_qwen2
 from tests.full_disk import full_disk
-from tests.spawn import ROOT, RanksFailed, run_ranks
+from tests.spawn import LOCKSTEP, ROOT, RanksFailed, run_ranks
 from tests.toy import SFT, write_config
 from tests.toy import train as train_ranks
 
@@ -167,16 +167,16 @@ def test_another_run_neither_continues_a_directory_nor_changes_its_status(config
 
 def test_any_checkpoint_can_be_exported_in_another_layout(config, tmp_path):
     train(2, config, tmp_path, "run.max_steps=2", "checkpoint.export_hf=true")
-    tool = ROOT / "tools" / "export_hf.py"
+    tool = (LOCKSTEP, "export")
     # The first start's model may have been moved; the checkpoint names the present one.
     started = yaml.safe_load((tmp_path / "config.yaml").read_text())
     started["model"]["path"] = "/nowhere"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(started))
-    run_ranks(2, tool, tmp_path, "--out", tmp_path / "now", "--pp", 2, timeout=120)
-    run_ranks(1, tool, tmp_path, "--out", tmp_path / "first", "--step", 1, timeout=120)
+    run_ranks(2, *tool, tmp_path, "--out", tmp_path / "now", "--pp", 2, timeout=120)
+    run_ranks(1, *tool, tmp_path, "--out", tmp_path / "first", "--step", 1, timeout=120)
     at_end, now, first = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "now", "first"))
     assert at_end.keys() == now.keys() and all(torch.equal(at_end[name], now[name]) for name in now)
     assert any(not torch.equal(first[name], now[name]) for name in now)
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(1, tool, tmp_path, "--out", tmp_path / "none", "--step", 7, timeout=120)
+        run_ranks(1, *tool, tmp_path, "--out", tmp_path / "none", "--step", 7, timeout=120)
     assert failure.value.returncodes == [2] and "one of step 1, step 2" in failure.value.stderr[0]

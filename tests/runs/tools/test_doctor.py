@@ -298,10 +298,12 @@ def test_faults_of_single_nodes_are_named(config):
 
 
 def test_by_hand_on_one_node(config):
-    command = [sys.executable, ROOT / "tools/doctor.py", "--config", config, "--min-free-gib", "0"]
+    command = [sys.executable, "-m", "lockstep", "doctor", "--config", config, "--min-free-gib", "0"]
+
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
 
     def doctor(*options):
-        return subprocess.run([*command, *options], capture_output=True, text=True, timeout=60)
+        return subprocess.run([*command, *options], capture_output=True, text=True, env=env, timeout=60)
 
     done = doctor()
     assert done.returncode == 0 and "1 node, 0 with a failed check" in done.stdout

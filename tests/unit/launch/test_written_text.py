@@ -131,7 +131,7 @@ def test_generated_scripts_hand_on_every_character(scheduler, tmp_path):
     ]
     resources = Resources(scheduler=scheduler, gpus_per_node=0, ranks_per_node=1)
     files = [str(here / "c.yaml"), "/b.yaml"]
-    own = dict(name="it's $x #1", logs=here, configs=files, command="python -m launch 'x #'")
+    own = dict(name="it's $x #1", logs=here, configs=files, command="lockstep 'x #'")
     text = SCHEDULERS[scheduler].render(resources, overrides=overrides, **own)
     assert words_of(text, here, scheduler) == [*files, *overrides]
     points = here / "points"

@@ -179,7 +179,7 @@ def test_one_bad_entry_hides_nothing_else(tool, tmp_path, capsys, monkeypatch):
 
 
 def is_sentence(error: Exception) -> bool:
-    """Return whether the command shows this error as one sentence (launch/__main__.py)."""
+    """Return whether the command shows this error as one sentence (lockstep/__main__.py)."""
     return type(error).__name__ == "ConfigError" and "\n" not in str(error)
 
 
@@ -191,9 +191,9 @@ def test_the_directory_of_another_user_is_named(tmp_path):
         path.chmod(0o700)
     picture = ["--png", f"{tmp_path}/a.png", "--html", f"{tmp_path}/a.html"]
     for command in (
-        ["-m", "launch", "status", str(tmp_path / "runs")],
-        ["-m", "launch", "report", str(good), str(bad), "--out", str(tmp_path)],
-        ["tools/report.py", str(good), str(bad), *picture],
+        ["-m", "lockstep", "status", str(tmp_path / "runs")],
+        ["-m", "lockstep", "sweep", "report", str(good), str(bad), "--out", str(tmp_path)],
+        ["-m", "lockstep", "report", str(good), str(bad), *picture],
     ):
         done = as_ordinary_user(tmp_path, [sys.executable, *command])
         assert done.returncode == 0, done.stderr

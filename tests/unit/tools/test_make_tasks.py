@@ -1,27 +1,14 @@
-"""The questions of make_tasks.py arithmetic: right, and about pairs that the other split does not have."""
+"""The questions of `lockstep data tasks arithmetic`: right, and in no two splits about the same pair."""
 
 import json
 import re
-import subprocess
-import sys
 
 from rl.rewards.gsm8k import score
-from tests.spawn import ROOT
+from tools.make_tasks import main
 
 
 def test_questions_about_numbers_have_right_answers_and_no_pair_is_in_both_splits(tmp_path):
-    tool = [
-        sys.executable,
-        ROOT / "tools/make_tasks.py",
-        "arithmetic",
-        "--num-test",
-        "150",
-        "--num-train",
-        "984",
-        "--out",
-        tmp_path,
-    ]
-    subprocess.run(tool, check=True)
+    main(["arithmetic", "--num-test", "150", "--num-train", "984", "--out", str(tmp_path)])
     pairs = {}
     for split, count in (("train", 984), ("test", 150)):
         rows = [json.loads(line) for line in (tmp_path / f"{split}.jsonl").read_text().splitlines()]
