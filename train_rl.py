@@ -1,9 +1,9 @@
 """Reinforcement learning on a large language model as one SPMD program: every rank runs this file.
 
-    torchrun --nproc-per-node 2 train_rl.py --config configs/quickstart.yaml run.max_steps=10
-    srun python train_rl.py --config configs/qwen2.5-0.5b_gsm8k_grpo_1gpu.yaml
-    mpirun -n 2 python train_rl.py --config configs/quickstart.yaml
-    python train_rl.py --config configs/quickstart.yaml
+    lockstep train --config configs/quickstart.yaml                   or: python train_rl.py --config ...
+    torchrun --nproc-per-node 2 -m lockstep train --config configs/quickstart.yaml run.max_steps=10
+    srun lockstep train --config configs/qwen2.5-0.5b_gsm8k_grpo_1gpu.yaml
+    mpirun -n 2 lockstep train --config configs/quickstart.yaml
 
 `--help` shows the keys that people change first, `--help training` the keys of a section. `--print-config`
 prints the resolved configuration, `--changed` only what differs from the defaults. `--dry-run --world-size N`
@@ -39,9 +39,10 @@ NEEDED = {"yaml", "numpy", "torch", "transformers", "safetensors", "pyarrow", "r
 """Packages without which this is not the environment of Lockstep."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, *, about: str | None = __doc__) -> int:
     """Read the command line `argv` (None: sys.argv), start torch.distributed, run, and return the exit code.
 
+    about: beginning of --help.
     Once torch.distributed has started, a code other than 0 ends the process here (`leave`).
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (nowhere, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             command = parse_command_line(
-                Config, argv, program=Path(sys.argv[0]).name, description=__doc__, first=FIRST_KEYS
+                Config, argv, program=Path(sys.argv[0]).name, description=about, first=FIRST_KEYS
             )
         config = load_config(command.config, command.overrides)
         points = load_points(command.config, command.overrides) if config.sweep.is_on else []

@@ -1,5 +1,14 @@
 """`lockstep sweep SWEEP.yaml`: submit many runs as one job array, or in one job.
 
+    name: lr-and-group                             runs/<name> has a directory for each run
+    config: my.yaml
+    at_a_time: 2                                   tasks that run at once; 0: no limit
+    grid:                                          every combination; also zip, random and seeds
+      training.optimizer.lr: [5.0e-7, 1.0e-6]
+      rollout.samples_per_prompt: [4, 8]
+    overrides: {run.max_steps: 50}                 keys of all runs
+    job: {nodes: 1, gpus_per_node: 8, time: "04:00:00"}
+
 Each run has a directory of its own. The command writes SWEEP_DIR/launch (the batch file, the overrides of
 each point, the list of submissions). It then submits one array, of which at most `at_a_time` tasks run at
 once. If you call the command again, it submits only the points that are new in the file. With `--only failed`

@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def call(command: Command, argv: list[str]) -> int:
     """Call the module of a command; return its exit code, and 2 with one sentence for what it raises."""
     try:
-        code = importlib.import_module(command.module).main([*argv, *command.after])
+        about = {"about": command.about} if command.about else {}
+        code = importlib.import_module(command.module).main([*argv, *command.after], **about)
         sys.stdout.flush()
         return code or 0
     except ModuleNotFoundError as error:

@@ -11,19 +11,42 @@ class Command:
     """Module with `main(argv) -> int | None`."""
     after: tuple[str, ...] = ()
     """Arguments that follow the user's."""
+    about: str = ""
+    """Beginning of its --help, in place of the module's."""
     acts: bool = False
     """Whether it starts or submits a run, which a closed output must not interrupt."""
 
+
+CHECK = """Take one step on your model, data and reward, and print a verdict on each part of the step.
+
+    lockstep check --config my.yaml
+    torchrun --nproc-per-node 8 -m lockstep check --config my.yaml
+
+`<run.dir>-check` has the verdicts, too (docs/first_step.md). Exit code 1: a verdict is wrong."""
+EVAL = """Validate the checkpoints of a run, or a model, on data.val, as the section validation says.
+
+    lockstep eval --config my.yaml                                    all checkpoints of run.dir
+    lockstep eval --config my.yaml checkpoint.resume=runs/mine/checkpoints/step_000100
+    lockstep eval --config my.yaml checkpoint.resume=never validation.samples_per_prompt=16  model.path
+    torchrun --nproc-per-node 8 -m lockstep eval --config my.yaml data.val=[data/aime.parquet]
+    lockstep eval --help validation                                   the keys of this section
+
+Prints a table, and writes all metrics and samples to `<run.dir>-eval` (docs/evaluation.md). If the job ends
+early, the same command continues."""
 
 COMMANDS = {
     "train": Command(
         "Train: one rank of a run, or several under torchrun, srun, mpirun", "train_rl", acts=True
     ),
     "check": Command(
-        "Take one step and judge your model, data and reward", "train_rl", ("run.mode=check",), acts=True
+        "Take one step and judge your model, data and reward",
+        "train_rl",
+        ("run.mode=check",),
+        CHECK,
+        acts=True,
     ),
     "eval": Command(
-        "Validate the checkpoints of a run, or a model", "train_rl", ("run.mode=evaluate",), acts=True
+        "Validate the checkpoints of a run, or a model", "train_rl", ("run.mode=evaluate",), EVAL, acts=True
     ),
     "compare": Command("Say which of two runs is better, or where they part", "tools.compare"),
     "plan": Command("Find the five fastest configurations that fit on N GPUs", "tools.plan"),

@@ -37,7 +37,7 @@ def parse_command_line(
     argv: list[str],
     *,
     program: str = "train_rl.py",
-    description: str = "",
+    description: str | None = None,
     first: Sequence[str] = (),
 ) -> CommandLine:
     """Parse `--config FILE [key=value ...] [--print-config [--changed]]`, in any order.

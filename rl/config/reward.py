@@ -58,8 +58,8 @@ class Reward:
     workers: Annotated[int, NOT_NEGATIVE] = 0
     """Number of processes per rank that call the reward function. 0: one per core of the rank."""
     in_process: bool = False
-    """Call the reward function in the rank's own process, for a debugger (docs/debugging.md). It has no
-    limits of time and memory there, and an exception ends the run."""
+    """Call the reward function in the rank's own process, so that `breakpoint()` stops there
+    (docs/debugging.md). It has no limits of time and memory there, and an exception ends the run."""
     timeout_s: Annotated[float, POSITIVE] = 30.0
     """Maximum time to score one sample, in seconds; then the process is killed and the sample counts as
     failed."""
