@@ -3,14 +3,17 @@
 The constants (`tools.dev.bench_tables.machine`) are measured for each number of ranks, before the first
 layout. Ranks have one thread. Answers do not end before the limit of tokens, so that the lengths are known.
 Figures are medians of the steps, as the constants are medians of passes. Memory is the maximum of the rank
-with most.
+with most. The last rows are the choices that a search by the prediction makes: for each number of ranks and
+of tokens the layout with the shortest predicted step, and its measured seconds / those of the fastest.
 
     python tools/dev/bench.py measured --model models/smollm2-135m --rounds 2
+    python tools/dev/bench.py measured --override rollout.samples_per_prompt=4
 """
 
 import json
 import sys
 from argparse import Namespace
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,6 +108,13 @@ def add_arguments(add: Callable[..., Any]) -> None:
         help="seconds that are compared; processor: those of rank 0, without waiting, on a machine that has "
         "other work (elapsed)",
     )
+    add(
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="key of all layouts, another task",
+    )
     add("--constants", type=Path, help="file of the machine's constants; it is written if it does not exist")
 
 
@@ -116,7 +126,8 @@ def measure(args: Namespace, runs: Path) -> list[TableLine]:
         task, layouts = save_task(runs / "task", "2.6M", mean_length=1024, max_length=1024), LAYOUTS
     is_known = args.constants and args.constants.exists()
     constants = json.loads(args.constants.read_text()) if is_known else {}
-    rows = []
+    rows: list[TableLine] = []
+    tasks = defaultdict[tuple[int, bool], list[TableLine]](list)
     for place, layout in enumerate(layouts):
         if args.layouts and layout.name not in args.layouts:
             continue
@@ -125,15 +136,35 @@ def measure(args: Namespace, runs: Path) -> list[TableLine]:
             if args.constants:
                 args.constants.write_text(json.dumps(constants, indent=1))
         rows.append(row_of(layout, task, constants[key], runs / f"run-{place}", args))
+        tasks[layout.ranks, set(LONG) <= set(layout.overrides)].append(rows[-1])
         print(rows[-1].name, rows[-1].columns, rows[-1].figure, file=sys.stderr, flush=True)
-    return rows
+    return rows + [choice(ranks, found) for (ranks, _), found in tasks.items() if len(found) > 1]
+
+
+def choice(ranks: int, found: list[TableLine]) -> TableLine:
+    """Return the row of a task: the layout that the prediction chooses, and how much slower than the fastest
+    it was."""
+
+    def seconds(kind: str) -> Callable[[TableLine], float]:
+        return lambda row: float(row.columns[f"{kind}, s"])
+
+    chosen, best = min(found, key=seconds("predicted")), min(found, key=seconds("measured"))
+    columns = {"predicted, s": chosen.columns["predicted, s"], "measured, s": chosen.columns["measured, s"]}
+    ratio = seconds("measured")(chosen) / seconds("measured")(best)
+    return TableLine(f"choice of {len(found)} on {ranks} ranks: {chosen.name} ({best.name})", columns, ratio)
 
 
 def row_of(
     layout: Measured, task: Path, constants: dict[str, float], directory: Path, args: Namespace
 ) -> TableLine:
     """Run a layout; return its row."""
-    overrides = [*of_task(task), *COMMON, *(OF_MODEL if args.model else ()), *layout.overrides]
+    overrides = [
+        *of_task(task),
+        *COMMON,
+        *(OF_MODEL if args.model else ()),
+        *layout.overrides,
+        *args.override,
+    ]
     environment = {"OMP_NUM_THREADS": "1", CLOCK: args.clock}
     records = run_alone(directory, layout.ranks, overrides, args.rounds, environment)
     hardware, waits = hardware_of(constants, layout.ranks), True
