@@ -68,6 +68,7 @@ def test_bash_completes_commands_and_keys():
 def test_help_of_a_word_is_a_command_or_keys():
     assert run("--help", "plan", "refit").stdout.startswith("usage: lockstep plan refit")
     assert "training.optimizer.clip_grad" in run("--help", "clip").stdout
+    assert "checkpoint.resume=never" in run("--help", "eval").stdout
 
 
 def test_a_run_can_be_read(tmp_path):
