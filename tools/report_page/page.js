@@ -51,6 +51,7 @@ function layout(title, more = {}) {
   // The first 30 pixels are those of the mode bar, which would cover a title there.
   return { title: { text: title, font: { size: 14 }, x: 0.5, y: 1, yref: "container", yanchor: "top", pad: { t: 32 } }, margin: { l: 50, r: 12, t: 60, b: 40 }, font: { color: css("--text"), size: 12 },
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "x unified", hoverlabel: { bgcolor: css("--raised"), font: { color: css("--text") } },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: css("--quiet"), activecolor: css("--accent") },
     height: 336, legend: { orientation: "h", y: -0.14 }, ...more, xaxis: { ...axis, ...more.xaxis }, yaxis: { ...axis, ...more.yaxis } };
 }
 const visible = new IntersectionObserver((entries) => {
@@ -104,7 +105,11 @@ function addCurve(name, removable = true) {
   }
   const { plain, bad } = data.curves[name] ?? {};
   box.append(plot);
-  if (bad) box.append(element("p", `Bad: ${bad}`, { class: "note" }));
+  if (bad) {
+    const note = element("p", "Bad: ", { class: "note" });
+    bad.split("`").forEach((part, i) => note.append(i % 2 ? element("code", part) : part));
+    box.append(note);
+  }
   $("curve-charts").append(box);
   draw(plot, () => [having.flatMap((run) => lineTraces(run, name, run.name, data.runs.indexOf(run))),
     layout(plain ? `${plain} <span style="font-size:11px">${name}</span>` : name, { showlegend: data.runs.length > 1, shapes: resumes(having) })]);

@@ -10,6 +10,7 @@ import gzip
 import html
 import json
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -97,8 +98,10 @@ def write_page(
             limit = sample_mib * 2**20 / len(runs)
             run["samples"], run["tokens"] = _samples(parts, number, run_dir, known, limit)
         shown.append(run)
+    link = re.compile(r"\[[^]]*\]\(([^)#]*)[^)]*\)")  # of a page of docs/
     curves = {
-        name: {key: entry.get(key, "") for key in ("plain", "bad")} for name, entry in first_curves().items()
+        name: {key: link.sub(r"docs/\1", entry.get(key, "")) for key in ("plain", "bad")}
+        for name, entry in first_curves().items()
     }
     parts.add_json("main", {"sources": GIVEN_BY, "curves": curves, "runs": shown})
     title = html.escape(" and ".join(names.values()) if len(names) < 4 else f"{len(names)} runs")
