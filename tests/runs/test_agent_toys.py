@@ -21,7 +21,7 @@ def curve(run, task):
 @pytest.fixture
 def toys(tmp_path):
     """Return a function that runs tools/agent_toy.sh in a copy of the tree, and returns its runs."""
-    for name in ("rl", "configs", "tools", "train_rl.py", "pyproject.toml"):
+    for name in ("rl", "configs", "launch", "lockstep", "tools", "train_rl.py", "pyproject.toml"):
         path = ROOT / name
         copy = shutil.copytree if path.is_dir() else shutil.copy
         copy(path, tmp_path / name)
