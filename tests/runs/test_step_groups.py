@@ -66,7 +66,7 @@ LAYOUTS = {
     "tp, ep, dp": (*EXPERTS, "training.tp=2", "training.ep=2", "rollout.tp=2"),
     "tp, cp, ep": (*EXPERTS, "training.tp=2", "training.cp=2", "training.ep=2", "rollout.tp=2"),
     "copies on two ranks": ("training.backend=transformers", "training.shard=2"),
-    "copies on four ranks, experts": (*EXPERTS, "training.backend=transformers"),
+    "copies on four ranks": ("training.backend=transformers",),
     "tp, pp, vpp, ep, critic": (
         *EXPERTS,
         *("training.tp=2", "training.pp=2", "training.vpp=2", "training.ep=2", "algorithm=ppo"),
