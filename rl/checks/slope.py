@@ -8,7 +8,8 @@ After each start of a run, a weight w is changed to w + h s and to w - h s. The 
 log-probs must be the one that the gradient of w gives. A second difference, with h / 2, has a quarter of the
 error, so the distance between the two differences is tolerated. The weights are the norms of a first layer
 before attention and before the MLP or the experts: errors of this and of all later layers reach them. In a
-model with adapters they are B of the adapters there. Routers keep the experts that they chose first.
+model with adapters they are B of the adapters there, or DoRA's magnitudes. Routers keep the experts that they
+chose first.
 
 The signs s are those of the gradient, or random. Along its own signs the change is the largest, so a factor
 in the gradient shows even in bfloat16. Random signs show a part that the gradient lacks. If the passes cost
@@ -97,7 +98,9 @@ class SlopeCheck:
         """The weights that are changed: in the layer with the first attention, and with the first experts."""
         learned = [w for w in self._model.learned_map.weights if w.layer is not None and w.expert is None]
         if self._model.has_frozen_weights:
-            own = [w for w in learned if w.layer == 0 and ".lora_B." in w.megatron]
+            # DoRA's gradient of B treats the length of a row as a constant, so that it is not the slope.
+            kind = ".lora_magnitude" if any(".lora_magnitude" in w.megatron for w in learned) else ".lora_B."
+            own = [w for w in learned if w.layer == 0 and kind in w.megatron]
         else:
             layers = [w.layer for w in self._model.weight_map.weights if w.expert is not None]
             deep = min((layer for layer in layers if layer is not None), default=0)
