@@ -30,20 +30,17 @@ archive_of() {
     echo "$archive"
 }
 
-# Copy file or directory $1 to every node, and set copy to its path there.
+# Copy file or directory $1 with hash $2 to every node, and set copy to its path there.
 copy_to_nodes() {
-    local source mark archive
-    source=$(realpath "$1")
-    mark=$(hash_of "$source")
-    copy=$node_copies/$mark/$(basename "$source")
-    # shellcheck disable=SC2016 # expanded on each node
+    local archive
+    copy=$node_copies/$2/$(basename "$1")
     if "${on_nodes[@]}" --kill-on-bad-exit=0 test -e "$copy" 2>/dev/null; then return; fi
-    archive=$(archive_of "$source" "$mark")
+    archive=$(archive_of "$1" "$2")
     "${on_nodes[@]}" mkdir -p -m 700 "$node_copies"
-    sbcast --force "$archive" "$node_copies/$mark.tar"
-    # shellcheck disable=SC2016
+    sbcast --force "$archive" "$node_copies/$2.tar"
+    # shellcheck disable=SC2016 # expanded on each node
     "${on_nodes[@]}" bash -c 'set -e; [ -O "$1" ]; rm -rf "$1/$2.new"; mkdir "$1/$2.new"; tar -C "$1/$2.new" -xf "$1/$2.tar"
-        rm -rf "$1/$2" "$1/$2.tar"; mv -T "$1/$2.new" "$1/$2"' stage "$node_copies" "$mark"
+        rm -rf "$1/$2" "$1/$2.tar"; mv -T "$1/$2.new" "$1/$2"' stage "$node_copies" "$2"
 }
 
 if [ -n "${SLURM_HET_SIZE:-}" ]; then
@@ -53,14 +50,19 @@ fi
 mkdir -p "$archives"
 chmod go-rwx "$archives"
 for word in $LOCKSTEP_STAGE; do
+    source=$(realpath "${word#*=}")
+    mark=$(hash_of "$source")
     if [ "${word%%=*}" = environment ]; then
         if [ "${CONTAINER:-none}" != none ]; then
             say "LOCKSTEP_STAGE has an environment, but a container brings its own; leave it out" >&2
             exit 2
         fi
-        "${word#*=}/bin/python" -m compileall -q "${word#*=}"/lib >/dev/null 2>&1 || true # a file of a package may be no valid Python
+        if [ ! -f "$archives/$mark.tar" ]; then
+            "$source/bin/python" -m compileall -q "$source/lib" >/dev/null 2>&1 || true # a file of a package may be no valid Python
+            mark=$(hash_of "$source")
+        fi
     fi
-    copy_to_nodes "${word#*=}"
+    copy_to_nodes "$source" "$mark"
     case $word in
     environment=*) export PYTHON=$copy/bin/python PATH=$copy/bin:$PATH VIRTUAL_ENV=$copy ;;
     *) staged+=("${word%%=*}=$copy") ;;

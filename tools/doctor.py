@@ -37,7 +37,7 @@ from tools.node_checks import (
     check_versions,
     config_paths,
 )
-from tools.opened_files import count_opened, table
+from tools.opened_files import count_opened
 from tools.site_checks import check_site
 
 ByNode = dict[str, list[Finding]]
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.opened:
             code, opened = count_opened(shlex.split(arguments.opened))
-            print(table(opened))
+            print(opened)
             return code
         ranks = discover()
         findings = own_findings(arguments, ranks)

@@ -1,6 +1,7 @@
 """Counts the files that a command and its processes open, and the bytes that they read, by strace."""
 
 import re
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -9,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CALLS = ("open", "openat", "read", "pread64", "mmap")
-CALL = re.compile(
-    r"(?P<pid>\d+) +(?P<name>\w+)\((?P<words>.*)\) += (?P<result>0x[0-9a-f]+|\d+)(?:<(?P<opened>/[^>]*)>)?$"
-)
+CALL = re.compile(r"(?P<name>\w+)\((?P<words>.*)\) += (?P<result>0x[0-9a-f]+|\d+)(?:<(?P<opened>/[^>]*)>)?$")
 PLACE = re.compile(r"\d+<(/[^>]*)>")
 UNCOUNTED = ("/proc/", "/sys/", "/dev/null", "/dev/urandom")
 
@@ -30,31 +29,33 @@ class Opened:
     """Bytes of files that were mapped into memory; a page is read when it is used."""
 
 
-def count_opened(command: Sequence[str]) -> tuple[int, list[Opened]]:
-    """Run a command; return its exit code, and its opened files by mount point, the most opens first.
+def count_opened(command: Sequence[str]) -> tuple[int, str]:
+    """Run a command; return its exit code, and a table of its opened files by mount point.
 
     Raises ValueError if strace is not installed.
     """
     if shutil.which("strace") is None:
         raise ValueError("--opened needs strace, which is not on the PATH; install it.")
-    with tempfile.NamedTemporaryFile("r", errors="replace") as log:
-        trace = ["strace", "-f", "-qq", "-y", "-s", "0", "-e", f"trace={','.join(CALLS)}", "-o", log.name]
-        code = subprocess.run([*trace, *command]).returncode
-        return code, sorted(read_trace(log), key=lambda each: -each.opens)
+    with tempfile.TemporaryDirectory() as directory:
+        # With -ff each process has a file, so that no line is interrupted by another process's call.
+        trace = ["strace", "-ff", "-qq", "-y", "-s", "0", "-e", f"trace={','.join(CALLS)}"]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock
+        code = subprocess.run([*trace, "-o", f"{directory}/trace", *command]).returncode
+        stored = 512 * (resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock - before)
+        texts = (file.read_text(errors="replace") for file in Path(directory).iterdir())
+        lines = (line for text in texts for line in text.splitlines())
+        found = sorted(read_trace(lines), key=lambda each: -each.opens)
+    return (
+        code,
+        f"{table(found)}\n{stored / 1e6:.1f} MB came from a disk, the other bytes from the page cache",
+    )
 
 
 def read_trace(lines: Iterable[str]) -> list[Opened]:
     """Return what strace's lines tell."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     found: dict[str, Opened] = {}
-    started: dict[str, str] = {}
     for line in lines:
-        pid, _, rest = line.strip().partition(" ")
-        if rest.endswith("<unfinished ...>"):  # another process's call comes between
-            started[pid] = line.strip().removesuffix("<unfinished ...>")
-            continue
-        if "resumed>" in rest:
-            line = started.pop(pid, "") + rest.partition("resumed>")[2]
         call = CALL.match(line.strip())
         place = call and (call["opened"] or next(iter(PLACE.findall(call["words"])), ""))
         if call is None or not place or place.startswith(UNCOUNTED):

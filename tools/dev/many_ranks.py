@@ -3,12 +3,15 @@
     python tools/dev/many_ranks.py 512 4096 16384
 
 A simulated rank is a thread that calls what a rank calls: the rendezvous, the job's store, heartbeats and the
-fault board. Its messages go through loopback with their proofs. The collectives on gloo are not simulated;
-the tool counts the bytes of their objects. The parent process is rank 0, with the store in a process beside
-it. For each part the tool prints the seconds, the cpu seconds of these two processes, the bytes through
-loopback, the descriptors of rank 0 (rendezvous) or of the store (of a fault: the number of files), and the
-exponents of the growth of cpu seconds and bytes over the two largest N. Other traffic through loopback
-counts, too; `unshare --net` keeps it out.
+fault board. Its messages go through loopback with their proofs. The parent process is rank 0, with the store
+in a process beside it. The collectives on gloo are not simulated. The last rows are what rank 0 computes, and
+what it receives in its collectives of objects, when 671 billion parameters are saved and resumed; the boxes
+in each rank's file follow from a plan.
+
+For each part the tool prints the seconds, the cpu seconds of rank 0 and the store, the bytes through loopback
+or in files, the descriptors of the store or the number of files, and the exponents of the growth of cpu
+seconds and bytes over the two largest N. Other traffic through loopback counts, too; `unshare --net` keeps it
+out.
 """
 
 import argparse
@@ -21,21 +24,27 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from rl.checkpoint.directory import rank_file  # noqa: E402
+from rl.checkpoint.regions import regions  # noqa: E402
+from rl.checkpoint.shards import ShardIndex, StoredBox, Written  # noqa: E402
 from rl.config.limits import PhaseLimits  # noqa: E402
-from rl.config.options import flatten  # noqa: E402
-from rl.config.schema import Config  # noqa: E402
 from rl.faults.diagnosis import diagnose, lost_ranks, summarize  # noqa: E402
 from rl.faults.fault_board import Fault, FaultBoard  # noqa: E402
 from rl.faults.heartbeat import DIRECTORY, HeartbeatReader, HeartbeatWriter  # noqa: E402
 from rl.faults.phase_tracker import PhaseTracker  # noqa: E402
+from rl.models import architecture  # noqa: E402
+from rl.models.boxes import overlap  # noqa: E402
+from rl.models.placement import TrainingPlacement, count_experts  # noqa: E402
 from rl.runtime.job_key import JobKey, nonce  # noqa: E402
 from rl.runtime.job_store import JobStore, StoreProcess, connect_to  # noqa: E402
 from rl.runtime.plain_data import decode, encode  # noqa: E402
@@ -49,6 +58,8 @@ PER_NODE = 8
 JOIN_S = 300.0
 STACK = 60_000
 """Bytes of the stacks that a rank writes after an overrun, the size of a real rank's file."""
+MODEL = Path(__file__).resolve().parents[2] / "configs" / "models" / "deepseek-v3" / "config.json"
+STATES = ("master", "exp_avg", "exp_avg_sq")
 
 
 @dataclass
@@ -72,21 +83,8 @@ class SimulatedRanks:
 
     def each(self, act: Callable[[int], object]) -> None:
         """Call `act` for each rank in a thread of its own, and wait for all."""
-        errors: list[BaseException] = []
-
-        def safely(rank: int) -> None:
-            try:
-                act(rank)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=safely, args=(rank,)) for rank in self.ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            list(pool.map(act, self.ranks))
 
     # What ranks do ------------------------------------------------------------------------------------------
 
@@ -111,7 +109,7 @@ class SimulatedRanks:
             assert store.pop("work") is not None
 
     def stop(self) -> None:
-        self.each(lambda rank: self._store(rank).wait(["stop"], JOIN_S))
+        self.each(lambda rank: self.stores[rank - self.ranks.start].wait(["stop"], JOIN_S))
 
     def heartbeat(self) -> None:
         with open(os.devnull, "w") as backstop:
@@ -125,16 +123,12 @@ class SimulatedRanks:
 
         def end(rank: int) -> None:
             board = self.boards[rank - self.ranks.start]
-            stacks = Path(self.run_dir, "stacks", f"step_1_rank_{rank}.txt")
-            stacks.write_text("x" * STACK)
+            Path(self.run_dir, "stacks", f"step_1_rank_{rank}.txt").write_text("x" * STACK)
             board.claim()
             board.post(Fault("overrun", rank, "update of step 1 took longer than 600 s"))
             board.acknowledge()
 
         self.each(end)
-
-    def _store(self, rank: int) -> JobStore:
-        return self.stores[rank - self.ranks.start]
 
     def _rank(self, rank: int) -> Ranks:
         return Ranks(rank, self.world_size, rank % PER_NODE, PER_NODE, "slurm", self.address, key=self.key)
@@ -171,117 +165,169 @@ class SimulatedJob:
     def __init__(self, world_size: int):
         self.world_size = world_size
         self.rows: dict[str, dict[str, float]] = {}
-        run_dir = tempfile.mkdtemp(prefix="many-ranks-")
-        Path(run_dir, "stacks").mkdir()
-        Path(run_dir, DIRECTORY).mkdir()
-        self.run_dir, self.key = Path(run_dir), JobKey(nonce())
+        self.run_dir, self.key = Path(tempfile.mkdtemp(prefix="many-ranks-")), JobKey(nonce())
+        for name in ("stacks", DIRECTORY):
+            (self.run_dir / name).mkdir()
         cuts = [1 + (world_size - 1) * part // PROCESSES for part in range(PROCESSES + 1)]
         context = multiprocessing.get_context("fork")
         self.pipes = []
         for part, (first, end) in enumerate(zip(cuts, cuts[1:])):
             mine, theirs = context.Pipe()
-            group = SimulatedRanks(part, range(first, end), world_size, run_dir, self.key)
+            group = SimulatedRanks(part, range(first, end), world_size, str(self.run_dir), self.key)
             context.Process(target=serve, args=(group, theirs), daemon=True).start()
             self.pipes.append(mine)
 
-    def part(
-        self, name: str, *, here: Callable[[], object] = lambda: None, pid: int = 0, **values: object
+    def measure(
+        self, name: str, act: Callable[[], object], *, pid: int = 0, size: tuple[int, int] | None = None
     ) -> None:
-        """Let the ranks carry out a part, with `here` on rank 0. pid: process whose descriptors count."""
+        """Carry out a part. pid: the store's process. size: bytes and files, in place of loopback's bytes."""
         processes = [os.getpid(), *([pid] if pid else [])]
         before, began = loopback_bytes(), time.perf_counter()
         cpu = sum(map(cpu_seconds, processes))
-        for pipe in self.pipes:
-            pipe.send((name, values))
-        here()
-        problems = [problem for pipe in self.pipes if (problem := pipe.recv())]
-        assert not problems, problems
-        self.rows[name] = {
-            "s": time.perf_counter() - began,
-            "cpu": sum(map(cpu_seconds, processes)) - cpu,
-            "bytes": loopback_bytes() - before,
-            "fds": descriptors(pid) if pid else 0,
-        }
-
-    def alone(self, name: str, act: Callable[[], object], num_bytes: int = 0) -> None:
-        """Measure what rank 0 does alone."""
-        cpu, began = cpu_seconds(os.getpid()), time.perf_counter()
         act()
-        seconds, cpu = time.perf_counter() - began, cpu_seconds(os.getpid()) - cpu
-        self.rows[name] = {"s": seconds, "cpu": cpu, "bytes": num_bytes, "fds": 0}
+        seconds, cpu = time.perf_counter() - began, sum(map(cpu_seconds, processes)) - cpu
+        num_bytes, files = size or (loopback_bytes() - before, descriptors(pid) if pid else 0)
+        self.rows[name] = {"s": seconds, "cpu": cpu, "bytes": num_bytes, "files": files}
+
+    def ranks(
+        self, name: str, here: Callable[[], object] = lambda: None, *, pid: int = 0, **values: object
+    ) -> None:
+        """Measure what the ranks do, with `here` on rank 0. values: attributes of SimulatedRanks to set."""
+
+        def act() -> None:
+            for pipe in self.pipes:
+                pipe.send((name, values))
+            here()
+            problems = [problem for pipe in self.pipes if (problem := pipe.recv())]
+            assert not problems, problems
+
+        self.measure(name, act, pid=pid)
 
     def run(self) -> dict[str, dict[str, float]]:
-        ranks = Ranks(0, self.world_size, 0, PER_NODE, "slurm", "127.0.0.1", key=self.key)
+        rank_0 = Ranks(0, self.world_size, 0, PER_NODE, "slurm", "127.0.0.1", key=self.key)
         env = environment(self.world_size, 0) | {"SLURM_JOB_ID": str(os.getpid())}
 
         def meet() -> None:
-            listener = join_ranks(ranks, env, timeout=JOIN_S).listener
+            listener = join_ranks(rank_0, env, timeout=JOIN_S).listener
             assert listener is not None
             listener.close()
 
-        peak, is_over = [0], threading.Event()
-
-        def sample() -> None:
-            while not is_over.wait(0.1):
-                peak.append(descriptors(os.getpid()))
-
-        sampler = threading.Thread(target=sample)
-        sampler.start()
-        self.part("rendezvous", here=meet)
-        is_over.set()
-        sampler.join()
-        self.rows["rendezvous"]["fds"] = max(peak)
+        self.ranks("rendezvous", meet)
         listener = listen_anywhere(self.world_size, "")
         port = listener.getsockname()[1]
         store = StoreProcess(listener, self.key.secret)
-        pid = store._process.pid
-        own = connect_to("127.0.0.1", port, self.key.secret)
         try:
-            self._with_store(own, port, pid)
+            self._with_store(connect_to("127.0.0.1", port, self.key.secret), port, store._process.pid)
         finally:
             store.close()
             for pipe in self.pipes:
                 pipe.send(None)
+        if self.world_size % 512 == 0:
+            self._checkpoint()
         return self.rows
 
     def _with_store(self, own: JobStore, port: int, pid: int) -> None:
         world, board = self.world_size, FaultBoard(own)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self.part("connect", port=port, pid=pid, owns_boards=2 * world + 100 < most)
-        self.part("poll", pid=pid)
-        self.alone("fill queue", lambda: fill(own, world))
-        self.part("queue", pid=pid)
-        self.part("stop", here=lambda: own.set("stop", "1"))
-        self.part("heartbeat")
-        reader, files = HeartbeatReader(str(self.run_dir), world), list(self.run_dir.glob(f"{DIRECTORY}/*"))
-        self.alone("read beats", lambda: reader.read(), sum(file.stat().st_size for file in files))
+        self.ranks("connect", port=port, pid=pid, owns_boards=2 * world + 100 < most)
+        self.ranks("poll", pid=pid)
+        for _ in range(world):
+            own.push("work", b"x" * 100)
+        self.ranks("queue", pid=pid)
+        self.ranks("stop", lambda: own.set("stop", "1"))
+        self.ranks("heartbeat")
+        reader = HeartbeatReader(str(self.run_dir), world)
+        self.measure("beats", reader.read, size=size_of(self.run_dir / DIRECTORY))
         beats = reader.read()
 
         def view() -> None:
             lost_ranks(beats, 300.0)
             summarize(beats, diagnose(beats, 3.75), 3.75)
 
-        self.alone("view", view)
-        self.part("fault", here=lambda: wait_for(lambda: board.num_acknowledged() >= world - 1))
-        table = {key: "0" * 64 for key in flatten(Config())}
-        content = encode(table)
-        self.alone(
-            "table that differs", lambda: [decode(content) for _ in range(world)], len(content) * world
-        )
-        self.rows["phase agreement"] = {"s": 0, "cpu": 0, "bytes": 8 * 11 * world, "fds": 0}
-        stacks = list((self.run_dir / "stacks").iterdir())
-        self.rows["files of a fault"] = {"s": 0, "cpu": 0, "bytes": sum(f.stat().st_size for f in stacks)}
-        self.rows["files of a fault"]["fds"] = len(stacks)
+        self.measure("view", view)
+
+        def wait() -> None:
+            while board.num_acknowledged() < world - 1:
+                time.sleep(0.05)
+
+        self.ranks("fault", wait)
+        self.measure("stacks", lambda: None, size=size_of(self.run_dir / "stacks"))
+
+    def _checkpoint(self) -> None:
+        """Measure the manifest, and what rank 0 does with the boxes of all files before it loads its own."""
+        files = planned_index(self.world_size)
+        mine, text = files[0], manifest_of(files)
+        self.measure("manifest", lambda: json.dumps(json.loads(text), indent=1), size=(len(text), 1))
+        contents = [encode(index, StoredBox) for index in files]
+        del files
+        index: ShardIndex = {}
+
+        def gather() -> None:
+            for content in contents:
+                for name, stored in decode(content, StoredBox).items():
+                    index.setdefault(name, []).extend(stored)
+
+        self.measure("boxes", gather, size=(len(contents) * max(map(len, contents)), len(contents)))
+
+        def plan() -> None:
+            own = [(name, stored.box) for name, boxes in mine.items() for stored in boxes]
+            assert all(any(overlap(stored.box, box) for stored in index[name]) for name, box in own)
+
+        self.measure("resume plan", plan, size=(0, 0))
 
 
-def fill(store: JobStore, count: int) -> None:
-    for _ in range(count):
-        store.push("work", b"x" * 100)
+def planned_index(world_size: int) -> list[ShardIndex]:
+    """Return the boxes in each rank's file of a checkpoint of MODEL.
+
+    The layout is that of configs/ppo_deepseek671b.yaml. As the distributed optimizer does, the ranks with the
+    same weights cut the row of all their elements into equal ranges.
+    """
+    hf = json.loads(MODEL.read_text())
+    weights = architecture(hf).weights(hf)
+    experts = count_experts(weights)
+    placement = TrainingPlacement(world_size, 8, 16, hf["num_hidden_layers"], 32, 1, experts, vpp=2)
+    rows = defaultdict(list)
+    for weight in weights:
+        tp = placement.cut_size(weight)
+        for tp_rank in range(tp if weight.cut.split else 1):
+            pieces = weight.megatron_pieces(tp, tp_rank)
+            shape = tuple(max(stop for _, stop in sides) for sides in zip(*(p.local_box for p in pieces)))
+            rows[placement.place(weight), tp_rank].append((pieces, shape))
+    files: list[ShardIndex] = [{} for _ in range(world_size)]
+
+    def add(rank: int, part: str, pieces: list, shape: tuple[int, ...], start: int, stop: int) -> None:
+        for region in regions(pieces, shape, start, stop):
+            name = f"policy/{part}/{region.hf}"
+            key = f"{name}[{','.join(f'{first}:{last}' for first, last in region.box)}]"
+            files[rank].setdefault(name, []).append(StoredBox(region.box, rank_file(rank), key))
+
+    for (place, tp_rank), parameters in rows.items():
+        holders = placement.holders(place)
+        ranks = holders.ranks[holders.tp_ranks == tp_rank].tolist()
+        share, at = math.ceil(sum(math.prod(shape) for _, shape in parameters) / len(ranks)), 0
+        for number, (pieces, shape) in enumerate(parameters):
+            size = math.prod(shape)
+            add(ranks[number % len(ranks)], "weight", pieces, shape, 0, size)
+            for owner in range(at // share, (at + size - 1) // share + 1):
+                start, stop = max(at, owner * share) - at, min(at + size, (owner + 1) * share) - at
+                for part in STATES:
+                    add(ranks[owner], part, pieces, shape, start, stop)
+            at += size
+    return files
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.05)
+def manifest_of(files: list[ShardIndex]) -> str:
+    """Return the manifest of a checkpoint, with a shape and a checksum for each tensor."""
+    tensors = {name: boxes[0].box for index in files for name, boxes in index.items()}
+    sizes = {rank_file(rank): asdict(Written(1 << 34, 1 << 31)) for rank in range(len(files))}
+    shapes = {name.split("/")[2]: [stop for _, stop in box] for name, box in tensors.items()}
+    return json.dumps({"files": sizes, "tensors": shapes, "checksums": dict.fromkeys(tensors, 1 << 63)})
+
+
+def size_of(directory: Path) -> tuple[int, int]:
+    """Return the bytes and the number of the files of a directory."""
+    sizes = [file.stat().st_size for file in directory.iterdir()]
+    return sum(sizes), len(sizes)
 
 
 def loopback_bytes() -> int:
@@ -305,39 +351,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("sizes", metavar="N", type=int, nargs="+", help="number of ranks, a multiple of 8")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the figures")
     arguments = parser.parse_args(argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     found = {size: SimulatedJob(size).run() for size in sorted(arguments.sizes)}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(
-        "part".ljust(18)
-        + "".join(f"{f'N={size}: s':>12}{'cpu s':>8}{'MB':>9}{'files':>7}" for size in found)
-        + "  exponent"
-    )
+    heads = "".join(f"{f'N={size}: s':>12}{'cpu s':>8}{'MB':>9}{'files':>7}" for size in found)
+    print(f"{'part':18}{heads}  exponent")
     for name in next(iter(found.values())):
         rows = [found[size][name] for size in found]
         cells = "".join(
-            f"{row['s']:12.2f}{row['cpu']:8.2f}{row['bytes'] / 1e6:9.2f}{row['fds']:7.0f}" for row in rows
+            f"{row['s']:12.2f}{row['cpu']:8.2f}{row['bytes'] / 1e6:9.2f}{row['files']:7.0f}" for row in rows
         )
-        print(name.ljust(18) + cells + f"  {growth(list(found), rows)}")
+        print(f"{name:18}{cells}  {growth(list(found), rows)}")
     return 0
 
 
 def growth(sizes: list[int], rows: list[dict[str, float]]) -> str:
     """Return the exponents of cpu seconds and of bytes over the two largest N; '-' if there is no figure."""
-    if len(rows) < 2:
-        return "-"
-    step = math.log(sizes[-1] / sizes[-2])
-    parts = [
-        f"{math.log(rows[-1][name] / rows[-2][name]) / step:.2f}"
-        if min(rows[-1][name], rows[-2][name]) > 0
-        else "-"
-        for name in ("cpu", "bytes")
-    ]
-    return " / ".join(parts)
+    pairs = [[row[name] for row in rows[-2:]] for name in ("cpu", "bytes")]
+    return " / ".join(
+        f"{math.log(pair[-1] / pair[0], sizes[-1] / sizes[-2]):.2f}" if len(pair) == 2 and min(pair) else "-"
+        for pair in pairs
+    )
 
 
 if __name__ == "__main__":

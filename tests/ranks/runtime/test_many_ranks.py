@@ -1,22 +1,54 @@
-"""tools/dev/many_ranks.py: simulated ranks in the real protocol."""
+"""The control plane as the number of ranks grows: simulated ranks, and the objects and files of a step."""
 
 import json
 import subprocess
 import sys
+from collections import Counter
 
-from tests.spawn import ROOT
+from tests.spawn import ROOT, run_ranks
+
+COUNTED = """
+import json, sys
+from pathlib import Path
+import train_rl
+from rl.run_directory.metric_log import MetricLog
+from rl.runtime import collectives
+
+(config, run), encode, write, sent = sys.argv[1:], collectives.encode, MetricLog.write, []
+
+def counted(value, *types):
+    content, caller = encode(value, *types), sys._getframe(2).f_code
+    sent.append((f"{Path(caller.co_filename).stem}.{caller.co_name}", len(content)))
+    return content
+
+def logged(self, step, metrics):
+    write(self, step, metrics)
+    sizes = [path.stat().st_size for path in Path(run).rglob("*") if path.is_file()]
+    with Path(run).with_name("counts").open("a") as file:
+        file.write(json.dumps([sent, len(sizes), sum(sizes)]) + "\\n")
+    sent.clear()
+
+collectives.encode, MetricLog.write = counted, logged
+sys.exit(train_rl.main(["--config", config, f"run.dir={run}", "run.max_steps=4"]))
+"""
 
 
-def test_simulated_ranks_meet_fail_and_stop(tmp_path):
-    command = [
-        sys.executable,
-        ROOT / "tools" / "dev" / "many_ranks.py",
-        "32",
-        "64",
-        "--json",
-        tmp_path / "out",
-    ]
+def test_simulated_ranks_meet_fail_and_stop():
+    command = [sys.executable, ROOT / "tools" / "dev" / "many_ranks.py", "32", "64"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out").read_text())
-    assert found["64"]["files of a fault"]["fds"] == 63 and found["64"]["rendezvous"]["bytes"] > 64 * 100
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert rows["stacks"].split()[7] == "63" and float(rows["rendezvous"].split()[6]) > 0.01
+
+
+def test_a_steps_objects_and_files_do_not_grow(config, tmp_path):
+    """Each collective of objects has equal bytes per rank with 2 and with 4 ranks; the files are as many."""
+    found = []
+    for world in (2, 4):
+        run_ranks(world, COUNTED, config, tmp_path / str(world) / "run", timeout=200)
+        lines = (tmp_path / str(world) / "counts").read_text().splitlines()
+        (_, before, _), (objects, files, num_bytes) = map(json.loads, lines[-3:-1])
+        found.append((Counter(name for name, _ in objects), sum(size for _, size in objects), files - before))
+        print(world, objects, files - before, num_bytes)
+    (names, size, files), (others, other_size, other_files) = found
+    assert names == others and other_files == files and other_size <= 1.5 * size

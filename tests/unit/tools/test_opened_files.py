@@ -3,14 +3,13 @@
 from tools.opened_files import read_trace, table
 
 LINES = """\
-7 openat(AT_FDCWD</work>, "/x/a.py", O_RDONLY) = 3</x/a.py>
-7 read(3</x/a.py>, ""..., 4096) = 100
-7 openat(AT_FDCWD</work>, "/x/none.py", O_RDONLY) = -1 ENOENT (No such file or directory)
-8 openat(AT_FDCWD</work>, "/x/a.py", O_RDONLY <unfinished ...>
-7 mmap(NULL, 5000, PROT_READ, MAP_PRIVATE, 3</x/a.py>, 0) = 0x7f0000000000
-8 <... openat resumed>) = 4</x/a.py>
-7 read(5<socket:[17]>, ""..., 4096) = 9
-7 openat(AT_FDCWD</work>, "/proc/stat", O_RDONLY) = 5</proc/stat>
+openat(AT_FDCWD</work>, "/x/a.py", O_RDONLY) = 3</x/a.py>
+read(3</x/a.py>, ""..., 4096) = 100
+openat(AT_FDCWD</work>, "/x/none.py", O_RDONLY) = -1 ENOENT (No such file or directory)
+openat(AT_FDCWD</work>, "/x/a.py", O_RDONLY) = 4</x/a.py>
+mmap(NULL, 5000, PROT_READ, MAP_PRIVATE, 3</x/a.py>, 0) = 0x7f0000000000
+read(5<socket:[17]>, ""..., 4096) = 9
+openat(AT_FDCWD</work>, "/proc/stat", O_RDONLY) = 5</proc/stat>
 """
 
 
