@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import fields
 
 from launch.batch_file import Resources
@@ -15,18 +16,24 @@ OPTIONS = [
 """Fields of `Resources` that have a command-line option with a number or a text as its value."""
 
 
-def add_resources(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of `Resources`, described by the field's docstring."""
-    group, docs = parser.add_argument_group("resources"), field_docs(Resources)
-    group.add_argument("--scheduler", choices=list(SCHEDULERS), default="slurm", help="(slurm)")
-    for name in OPTIONS:
-        default = getattr(Resources(), name)
+def add_fields(group: argparse._ArgumentGroup, cls: type, names: Iterable[str], *required: str) -> None:
+    """Add an option for each named field of a dataclass, described by the field's docstring."""
+    docs, defaults = field_docs(cls), cls()
+    for name in names:
+        default = getattr(defaults, name)
         text = docs[name] + (f" ({default})" if default else "")
         flag, kind = "--" + name.removesuffix("_s").replace("_", "-"), type(default)
-        metavar, required = "N" if kind is int else "TEXT", name == "nodes"
+        metavar = "N" if kind is int else "TEXT" if kind is str else "X"
         group.add_argument(
-            flag, dest=name, metavar=metavar, type=kind, default=default, required=required, help=text
+            flag, dest=name, metavar=metavar, type=kind, default=default, required=name in required, help=text
         )
+
+
+def add_resources(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field of `Resources`."""
+    group = parser.add_argument_group("resources")
+    group.add_argument("--scheduler", choices=list(SCHEDULERS), default="slurm", help="(slurm)")
+    add_fields(group, Resources, OPTIONS, "nodes")
     group.add_argument("--no-requeue", dest="requeue", action="store_false", help="never requeue the job")
     sbatch_help = "any other option of sbatch (qsub, bsub, flux batch), e.g. --sbatch=--constraint=h100"
     group.add_argument("--sbatch", metavar="OPTION", action="append", default=[], help=sbatch_help)

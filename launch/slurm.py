@@ -21,10 +21,10 @@ def available() -> bool:
     return shutil.which("squeue") is not None
 
 
-def run(*command: str, given: str | None = None, errors: bool = False) -> str:
+def run(*command: str, given: str | None = None) -> str:
     """Return the output of a command. Raises SlurmError if it is missing, fails or does not answer.
 
-    given: standard input of the command. errors: whether to return its standard error instead of its output.
+    given: standard input of the command.
     """
     # If this runs inside a job, the new job would inherit the SLURM_* variables of the present job.
     environment = {
@@ -45,7 +45,7 @@ def run(*command: str, given: str | None = None, errors: bool = False) -> str:
     if done.returncode:
         reason = "; ".join((done.stderr.strip() or done.stdout.strip()).splitlines())
         raise SlurmError(f"{' '.join(command)} failed: {reason}")
-    return done.stderr if errors else done.stdout
+    return done.stdout
 
 
 def submit(file: str, *, options: Sequence[str] = ()) -> str:

@@ -7,16 +7,19 @@ the hole would get further than the training job, it is requested. A job that st
 takes over if it gets further, and the other one saves and ends; else it ends itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from datetime import datetime
 
 GAIN = 1.25
 """A job in a hole must get this much further than the running job, because a change costs a start."""
 AFTERWARDS = 0.5
-"""Assumed speed of the run after the end of its running job, relative to that job's: a successor waits."""
+"""Assumed speed of the run after the end of a job, relative to that job's: a successor waits. Without it, a
+long job on few nodes and a short job on many would each get further than the other."""
+LENGTHS = tuple(2.0 ** -(number / 2) for number in range(1, 8))
+"""Lengths of the jobs that are considered, as shares of the length that finishes the run."""
 LOOKS = 12
-"""Maximum number of jobs per turn for which Slurm is asked when they would start."""
+"""Maximum number of jobs per turn for which Slurm is asked whether it would accept them."""
 SHORTEST_STARTS = 3.0
 """A job lasts at least this many times the seconds before its first step."""
 MOST_PAUSE = 5
@@ -66,8 +69,22 @@ class Plan:
     """Seconds at the end of a job in which it takes no further step."""
     turn_s: float = 60.0
     """Seconds between two turns, and the shortest time between two requests."""
-    not_before: float = 0.0
-    """Unix time of `limits.not_before`."""
+    max_steps: int = 0
+    """Step after which the run is finished."""
+    name: str = ""
+    """Beginning of the jobs' names; the number of the request follows."""
+    file: str = ""
+    """The batch file."""
+
+    @property
+    def partitions(self) -> list[str]:
+        return [name.strip() for name in self.limits.partitions.split(",")]
+
+    @property
+    def not_before(self) -> float:
+        """Unix time before which no job starts."""
+        text = self.limits.not_before
+        return datetime.fromisoformat(text).timestamp() if text else 0.0
 
 
 @dataclass(frozen=True)
@@ -89,17 +106,16 @@ class QueuedJob:
     nodes: int
     seconds: float
     """Time limit."""
-    starts: int = 0
-    """Number of starts of jobs of the run until this one's; 0 for a job that waits."""
-    ends: float = 0.0
-    """Unix time at which Slurm will end it; 0 for a job that waits."""
+    started: float = 0.0
+    """Unix time of its start; 0 for a job that waits."""
     is_held: bool = False
     is_successor: bool = False
     """Whether it waits for the end of another job."""
 
     @property
-    def is_running(self) -> bool:
-        return self.starts > 0
+    def order(self) -> tuple[float, str]:
+        """Place of a running job among the starts of the run."""
+        return self.started, self.id
 
 
 @dataclass(frozen=True)
@@ -108,12 +124,11 @@ class QueueView:
 
     now: float
     jobs: list[QueuedJob]
-    idle: dict[str, int]
-    """Partition -> number of idle nodes."""
-    hole_s: dict[str, float]
-    """Partition -> seconds until the first waiting job of any user is expected to start there."""
-    starts_now: Callable[[JobRequest], bool]
-    """Asks Slurm whether the job would start at once."""
+    idle: dict[str, list[float]]
+    """Partition -> for each idle node, the seconds until a waiting job of any user is expected to start
+    there."""
+    accepts: Callable[[JobRequest], bool]
+    """Asks Slurm whether it would accept the job."""
     steps_left: int
     spent_node_s: float = 0.0
     """Node-seconds of the jobs that have ended."""
@@ -123,124 +138,94 @@ class QueueView:
     """Number of requests since the last one that Slurm took."""
 
 
-@dataclass(frozen=True)
-class Decision:
-    cancel: list[str] = field(default_factory=list)
-    """Ids of waiting jobs to cancel before the request."""
-    ask: JobRequest | None = None
+Decision = tuple[list[str], JobRequest | None]
+"""Ids of waiting jobs to cancel, and then the job to request."""
 
 
 def decide(plan: Plan, view: QueueView) -> Decision:
     """Return the next request and the waiting jobs that make room for it; usually nothing."""
     if view.steps_left <= 0 or view.silent_s < plan.turn_s * 2 ** min(view.refusals, MOST_PAUSE):
-        return Decision()
+        return [], None
     held = [job.id for job in view.jobs if job.is_held]
-    running = max((job for job in view.jobs if job.is_running), key=lambda job: job.starts, default=None)
-    waiting = [job for job in view.jobs if not job.is_running and not job.is_held]
-    room = plan.limits.jobs - len(view.jobs) + len(held)
-    gone = [] if room else sorted(waiting, key=lambda job: job.nodes)[:1]  # makes room for a job in a hole
-    staying = [job for job in view.jobs if job not in gone and not job.is_held]
-    if view.now >= plan.not_before and plan.limits.jobs > len(staying):
-        hole = _find_hole(plan, view, _node_s_left(plan, view, staying))
+    jobs = [job for job in view.jobs if not job.is_held]
+    waiting = sorted((job for job in jobs if not job.started), key=lambda job: job.nodes)
+    running = _newest(jobs)
+    gone = waiting[:1] if len(jobs) >= plan.limits.jobs else []  # makes room for a job in a hole
+    staying = [job for job in jobs if job not in gone]
+    asks = _requests(plan, view)
+    if view.now >= plan.not_before and len(staying) < plan.limits.jobs:
+        hole = _find_hole(view, _affordable(plan, view, asks, staying))
         if hole and (running is None or _gets_further(plan, view, hole, running)):
-            return Decision(held + [job.id for job in gone], hole)
-    asks = _asks(plan, view, _node_s_left(plan, view, [job for job in view.jobs if not job.is_held]))
-    if room < 1 or not asks:
-        return Decision(held)
-    fastest = max(asks, key=partial(_reached, plan, view))
+            return held + [job.id for job in gone], hole
+    asks = _affordable(plan, view, asks, jobs)
+    if len(jobs) >= plan.limits.jobs or not asks:
+        return held, None
+    fastest = asks[0]
     queues = any(job.nodes == fastest.nodes and not job.is_successor for job in waiting)
     if running is None and not queues:
-        return Decision(held, fastest)
+        return held, fastest
     if len(waiting) == queues:
-        return Decision(held, _successor(asks, running))
+        return held, _successor(asks, running)
     if not queues and running and _gets_further(plan, view, fastest, running):
-        return Decision(held, fastest)
-    return Decision(held)
+        return held, fastest
+    return held, None
 
 
 def takes_over(plan: Plan, view: QueueView, job: QueuedJob) -> bool:
     """Return whether a job that has just started is to train instead of the jobs that started before it."""
-    trainer = max(
-        (other for other in view.jobs if 0 < other.starts < job.starts), key=lambda j: j.starts, default=None
-    )
-    ask = JobRequest(job.nodes, job.ends - view.now, "")
+    trainer = _newest([other for other in view.jobs if other.order < job.order])
+    ask = JobRequest(job.nodes, job.started + job.seconds - view.now, "")
     return trainer is None or _gets_further(plan, view, ask, trainer)
-
-
-def _node_s_left(plan: Plan, view: QueueView, jobs: list[QueuedJob]) -> float:
-    """Return the node-seconds of the user's limit that the ended jobs and these jobs leave."""
-    limit = plan.limits.node_hours * 3600 or float("inf")
-    return limit - view.spent_node_s - sum(job.nodes * job.seconds for job in jobs)
-
-
-def rate(plan: Plan, ask: JobRequest, steps_left: int) -> float:
-    """Return the mean steps per second of a job, with its start and its lead."""
-    step_s = size_of(plan, ask.nodes).step_s
-    steps = min(float(steps_left), max(0.0, ask.seconds - plan.start_s - plan.lead_s) / step_s)
-    return steps / min(ask.seconds, plan.start_s + steps * step_s)
 
 
 def size_of(plan: Plan, nodes: int) -> Size:
     return next(size for size in plan.sizes if size.nodes == nodes)
 
 
-def _whole(plan: Plan, size: Size, steps_left: int) -> float:
-    """Return the seconds of a job that would finish the run, limited to the longest job."""
-    return min(plan.longest_s, (plan.start_s + plan.lead_s + steps_left * size.step_s) * 1.1 + 60)
+def _newest(jobs: Sequence[QueuedJob]) -> QueuedJob | None:
+    """Return the running job that started last."""
+    return max((job for job in jobs if job.started), key=lambda job: job.order, default=None)
 
 
-def _shortest(plan: Plan, size: Size) -> float:
-    return min(plan.longest_s, SHORTEST_STARTS * plan.start_s + plan.lead_s + 2 * size.step_s)
-
-
-def _lasting(plan: Plan, view: QueueView, partition: str) -> Iterator[JobRequest]:
-    """Yield jobs of every size and of several lengths, that have enough steps per node-hour."""
-    wholes = {size.nodes: _whole(plan, size, view.steps_left) for size in plan.sizes}
-    best = max(
-        rate(plan, JobRequest(size.nodes, wholes[size.nodes], partition), view.steps_left) / size.nodes
-        for size in plan.sizes
-    )
+def _requests(plan: Plan, view: QueueView) -> list[JobRequest]:
+    """Return the jobs of every size and length with enough steps per node-hour, the fastest first."""
+    found = list[tuple[float, JobRequest]]()
     for size in plan.sizes:
-        whole, hole_s = wholes[size.nodes], view.hole_s.get(partition, 0.0)
-        lengths = {60.0 * (each // 60) for each in (whole, whole / 2, whole / 4, whole / 8, hole_s * 0.98)}
-        for seconds in (each for each in lengths if _shortest(plan, size) <= each <= whole):
-            ask = JobRequest(size.nodes, seconds, partition)
-            if rate(plan, ask, view.steps_left) / size.nodes >= plan.limits.efficiency * best:
-                yield ask
+        all_s = plan.start_s + plan.lead_s + view.steps_left * size.step_s
+        whole = min(plan.longest_s, all_s * 1.1 + 60)
+        shortest = min(whole, SHORTEST_STARTS * plan.start_s + plan.lead_s + 2 * size.step_s)
+        for seconds in {whole, *(60.0 * (share * whole // 60) for share in LENGTHS)}:
+            if seconds >= shortest:
+                ask = JobRequest(size.nodes, seconds, "")
+                steps = _steps(plan, view, ask, plan.start_s, seconds)
+                share = steps / min(seconds, plan.start_s + steps * size.step_s) / size.nodes
+                found += [(share, JobRequest(size.nodes, seconds, name)) for name in plan.partitions]
+    least = plan.limits.efficiency * max(share for share, _ in found)
+    horizon = min(plan.longest_s, min(_until_all(plan, view, size.nodes) for size in plan.sizes))
+    worth = [ask for share, ask in found if share >= least]
+    return sorted(worth, key=lambda ask: -_steps(plan, view, ask, plan.start_s, horizon))
 
 
-def _partitions(plan: Plan) -> list[str]:
-    return [name.strip() for name in plan.limits.partitions.split(",")]
-
-
-def _asks(plan: Plan, view: QueueView, left: float) -> list[JobRequest]:
-    """Return all jobs that are worth their start. left: node-seconds of the user's limit."""
-    asks = [ask for partition in _partitions(plan) for ask in _lasting(plan, view, partition)]
+def _affordable(
+    plan: Plan, view: QueueView, asks: list[JobRequest], jobs: Sequence[QueuedJob]
+) -> list[JobRequest]:
+    """Return the requests for which the ended jobs and `jobs` leave enough node-hours."""
+    limit = plan.limits.node_hours * 3600 or float("inf")
+    left = limit - view.spent_node_s - sum(job.nodes * job.seconds for job in jobs)
     return [ask for ask in asks if ask.nodes * ask.seconds <= left]
 
 
-def _find_hole(plan: Plan, view: QueueView, left: float) -> JobRequest | None:
-    """Return the fastest job that would start at once; None if there is none."""
-    asks = [ask for ask in _asks(plan, view, left) if ask.nodes <= view.idle.get(ask.partition, 0)]
-    refused: list[JobRequest] = []
-    for ask in sorted(asks, key=partial(_reached, plan, view), reverse=True):
-        if len(refused) == LOOKS:
-            break
-        if any(
-            no.partition == ask.partition and no.nodes <= ask.nodes and no.seconds <= ask.seconds
-            for no in refused
-        ):
+def _find_hole(view: QueueView, asks: list[JobRequest]) -> JobRequest | None:
+    """Return the fastest job that would start at once and delay no waiting job; None if there is none."""
+    looks = 0
+    for ask in asks:
+        if sum(free_s > ask.seconds for free_s in view.idle.get(ask.partition, [])) < ask.nodes:
             continue
-        if view.starts_now(ask):
+        if view.accepts(ask):
             return ask
-        refused.append(ask)
+        if (looks := looks + 1) == LOOKS:
+            break
     return None
-
-
-def _reached(plan: Plan, view: QueueView, ask: JobRequest) -> float:
-    """Return the steps that the run has, if this job starts now, when the fastest size could have all."""
-    horizon = min(plan.longest_s, min(_until_all(plan, view, size.nodes) for size in plan.sizes))
-    return _progress(plan, view, ask.nodes, ask.seconds, plan.start_s, horizon)
 
 
 def _until_all(plan: Plan, view: QueueView, nodes: int) -> float:
@@ -251,20 +236,18 @@ def _until_all(plan: Plan, view: QueueView, nodes: int) -> float:
 def _gets_further(plan: Plan, view: QueueView, ask: JobRequest, running: QueuedJob) -> bool:
     """Return whether a job that starts now has GAIN times the running job's steps when it ends."""
     horizon = min(ask.seconds, _until_all(plan, view, ask.nodes))
-    stays = _progress(plan, view, running.nodes, running.ends - view.now, 0.0, horizon)
-    return _progress(plan, view, ask.nodes, ask.seconds, plan.start_s, horizon) >= GAIN * stays
+    rest = JobRequest(running.nodes, running.started + running.seconds - view.now, "")
+    return _steps(plan, view, ask, plan.start_s, horizon) >= GAIN * _steps(plan, view, rest, 0.0, horizon)
 
 
-def _progress(
-    plan: Plan, view: QueueView, nodes: int, seconds: float, start_s: float, horizon: float
-) -> float:
-    """Return the steps of a job of so many further seconds, and of slower successors, until a horizon."""
-    job = max(0.0, min(seconds - plan.lead_s, horizon) - start_s)
-    later = AFTERWARDS * max(0.0, horizon - seconds)
-    return min(float(view.steps_left), (job + later) / size_of(plan, nodes).step_s)
+def _steps(plan: Plan, view: QueueView, job: JobRequest, start_s: float, horizon: float) -> float:
+    """Return the steps of a job, and of slower successors, before a horizon in seconds from now."""
+    own = max(0.0, min(job.seconds - plan.lead_s, horizon) - start_s)
+    seconds = own + AFTERWARDS * max(0.0, horizon - job.seconds)
+    return min(float(view.steps_left), seconds / size_of(plan, job.nodes).step_s)
 
 
-def _successor(asks: list[JobRequest], running: QueuedJob | None) -> JobRequest:
+def _successor(asks: Sequence[JobRequest], running: QueuedJob | None) -> JobRequest:
     """Return a small job, which soon finds a place, to wait for the running job's end or for its turn.
 
     It looks for a larger hole once it runs.

@@ -1,23 +1,21 @@
 """Keeps the plan and the jobs of a run in `<run.dir>/anywhen`, on the disk that the nodes share.
 
-    plan.json                 sizes with their layouts, limits, options of sbatch
+    plan.json                 sizes with their layouts, limits, batch file
     000003-asked.json         the third request: nodes, seconds, partition
     000003-job.json           the id of its job; missing if Slurm refused it
-    000003-begun.json         its job started: time, step of the newest checkpoint, number of the start
-    000003-ended.json         its ranks ended: time, exit code, seconds of a step, whether it was evicted
-    000002-start.json         the second start of a job of the run: its request
-    000002-evicted.json       the job of the second start is asked to save and end
+    000003-begun.json         its job started: time, step of the newest checkpoint
+    000003-ended.json         its ranks ended: time, exit code, seconds of a step
 
 A file is written complete and then linked to its name. Only one process can create a name, also on NFS, so
-two jobs of the run cannot both make the third request. In the order of the starts, the files are the sequence
-of the run's layouts.
+two jobs of the run cannot both make the third request. In the order of their starts, the jobs tell the
+sequence of the run's layouts.
 """
 
 import json
 import os
 import time
 import uuid
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,31 +28,22 @@ from rl.sandbox.private_directory import make_private
 DIRECTORY = "anywhen"
 MAX_FAILURES = 3
 """Number of consecutive jobs that fail without a newer checkpoint, after which no job is requested."""
-
-
-@dataclass(frozen=True)
-class Submission:
-    """A plan, and how its jobs are submitted."""
-
-    plan: Plan
-    run_dir: str
-    name: str
-    """Beginning of the jobs' names; the number of the request follows."""
-    file: str
-    """The batch file."""
-    max_steps: int
-    """Step after which the run is finished."""
+LEAVES = 3
+"""Exit code of a job that leaves, because it is not needed."""
+CONTINUES = (0, 75, 128 + 12)
+"""Exit codes of ranks that did not fail. 140: the signal to stop came before the program had started."""
 
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One request, and the events of its job so far."""
+    """One request, and the events of its job so far; {} for an event that has not happened."""
 
     number: int
     asked: dict[str, Any]
-    job: str = ""
-    begun: dict[str, Any] = field(default_factory=dict)
-    ended: dict[str, Any] = field(default_factory=dict)
+    begun: dict[str, Any]
+    ended: dict[str, Any]
+    job: str
+    """Id of the job; empty if Slurm refused it."""
 
     @property
     def spent_node_s(self) -> float:
@@ -65,41 +54,28 @@ class JobRecord:
         return float(self.asked["nodes"] * seconds)
 
 
-def save(submission: Submission) -> Path:
-    """Write the plan; return its directory."""
-    directory = Path(submission.run_dir, DIRECTORY)
+def save(plan: Plan, directory: Path) -> None:
+    """Write the plan, and make its directory."""
     make_private(directory)
     partial = directory / f"plan.{uuid.uuid4().hex}"
-    partial.write_text(json.dumps(asdict(submission), indent=1) + "\n")
+    partial.write_text(json.dumps(asdict(plan), indent=1) + "\n")
     partial.replace(directory / "plan.json")
-    return directory
 
 
-def load(directory: Path) -> Submission:
-    """Return the plan, with measured seconds of steps where jobs of the run have taken some."""
+def load(directory: Path) -> Plan:
+    """Return the plan, with the measured seconds of a step where jobs of the run have taken some.
+
+    The other sizes' estimates are corrected by the median of the factors.
+    """
     found = json.loads((directory / "plan.json").read_text())
-    plan = found["plan"]
-    sizes = [Size(**size) for size in plan["sizes"]]
-    plan = Plan(**plan | {"sizes": _measured(sizes, records(directory)), "limits": Limits(**plan["limits"])})
-    return Submission(**found | {"plan": plan})
-
-
-def _measured(sizes: list[Size], jobs: list[JobRecord]) -> list[Size]:
-    """Replace estimated seconds by measured ones; correct the others by the median of the factors."""
-    measured = {
-        size.nodes: [
-            job.ended["step_s"]
-            for job in jobs
-            if job.asked["nodes"] == size.nodes and job.ended.get("step_s", 0) > 0
-        ]
-        for size in sizes
-    }
-    factors = [median(measured[size.nodes]) / size.step_s for size in sizes if measured[size.nodes]]
-    factor = median(factors) if factors else 1.0
-    return [
-        replace(size, step_s=median(measured[size.nodes]) if measured[size.nodes] else size.step_s * factor)
-        for size in sizes
-    ]
+    sizes, measured = [Size(**size) for size in found["sizes"]], dict[int, list[float]]()
+    for job in records(directory):
+        if job.ended.get("step_s", 0) > 0:
+            measured.setdefault(job.asked["nodes"], []).append(job.ended["step_s"])
+    known = {size.nodes: median(measured[size.nodes]) for size in sizes if size.nodes in measured}
+    factor = median([known[size.nodes] / size.step_s for size in sizes if size.nodes in known] or [1.0])
+    sizes = [replace(size, step_s=known.get(size.nodes, size.step_s * factor)) for size in sizes]
+    return Plan(**found | {"sizes": sizes, "limits": Limits(**found["limits"])})
 
 
 def note(directory: Path, number: int, event: str, **facts: Any) -> bool:
@@ -122,38 +98,27 @@ def records(directory: Path) -> list[JobRecord]:
     """Return the requests in their order."""
     out = []
     for path in sorted(directory.glob("[0-9]*-asked.json")):
-        events = {
-            event: read_object(directory / f"{path.name[:6]}-{event}.json")
-            for event in ("asked", "job", "begun", "ended")
-        }
-        job = str(events.pop("job").get("job", ""))
-        out.append(JobRecord(int(path.name[:6]), job=job, **events))
+        number = path.name[:6]
+        asked, begun, ended, job = (
+            read_object(directory / f"{number}-{event}.json") for event in ("asked", "begun", "ended", "job")
+        )
+        out.append(JobRecord(int(number), asked, begun, ended, str(job.get("job", ""))))
     return out
 
 
-def begin(directory: Path, number: int) -> int:
-    """Note the start of a job; return the number of starts of jobs of the run, with this one.
-
-    Each number belongs to one start: its file is created by one job only.
-    """
-    step = int(read_object(directory.parent / STATUS).get("checkpoint_step") or 0)
-    start = 1
-    while not note(directory, start, "start", request=number):
-        start += 1
-    note(directory, number, "begun", step=step, start=start)
-    return start
+def checkpoint_step(directory: Path) -> int:
+    return int(read_object(directory.parent / STATUS).get("checkpoint_step") or 0)
 
 
 def is_over(directory: Path) -> str:
     """Return why the run needs no further job; empty if it needs one."""
-    status = read_object(directory.parent / STATUS)
-    if status.get("state") == "finished":
+    if read_object(directory.parent / STATUS).get("state") == "finished":
         return "the run is finished"
     if (directory.parent / "stop").exists():
         return "the file 'stop' stopped the run"
-    ended = [job for job in records(directory) if job.ended and not job.ended["evicted"]][-MAX_FAILURES:]
-    failed = [job for job in ended if job.ended["code"] not in (0, 75)]
-    steps = {job.begun["step"] for job in failed} | {int(status.get("checkpoint_step") or 0)}
+    ended = [job for job in records(directory) if job.ended.get("code", LEAVES) != LEAVES][-MAX_FAILURES:]
+    failed = [job for job in ended if job.ended["code"] not in CONTINUES]
+    steps = {job.begun["step"] for job in failed} | {checkpoint_step(directory)}
     if len(failed) == MAX_FAILURES and len(steps) == 1:
         return f"the ranks of {MAX_FAILURES} jobs failed without a newer checkpoint"
     return ""

@@ -1,8 +1,8 @@
 """Takes the turns of a run: inside each of its jobs, and on the login node with `submit --anywhen --stay`.
 
-    python -m launch.anywhen begin DIR NUMBER      in a new job: wait for the trainer to end; print the layout
-    python -m launch.anywhen follow DIR            beside the ranks: a turn per minute
-    python -m launch.anywhen end DIR NUMBER CODE   after the ranks: note the end; make sure of a successor
+    python -m launch.anywhen.turns begin DIR NUMBER      in a new job: wait for the trainer; print the layout
+    python -m launch.anywhen.turns follow DIR            beside the ranks: a turn per minute
+    python -m launch.anywhen.turns end DIR NUMBER CODE   after the ranks: note the end, request a successor
 
 DIR is `<run.dir>/anywhen`. Nothing is requested while Slurm does not answer, because a request without a view
 of the queue could double a job.
@@ -11,34 +11,24 @@ of the queue could double a job.
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
 from launch import slurm
 from launch.anywhen import queue
-from launch.anywhen.decision import Decision, QueuedJob, QueueView, decide, takes_over
-from launch.anywhen.record import Submission, begin, is_over, load, note, records
+from launch.anywhen.decision import Decision, Plan, QueueView, decide, size_of, takes_over
+from launch.anywhen.record import LEAVES, checkpoint_step, is_over, load, note, records
+from launch.runs import DIRECTORY as LOGS
+from launch.runs import note_job
 from rl.run_directory.metric_log import read_records
-from rl.run_directory.status import FILE_NAME as STATUS
-from rl.run_directory.status import read_object
 
-LEAVES = 3
-"""Exit code of `begin` if this job is not needed."""
+LONGEST_WAIT_S = 1800.0
+"""Maximum wait of a new job for the end of the job that trains."""
 SIGNAL_S = 20.0
 """Seconds between two signals to a job that is to stop."""
 LAST_TURNS = 5
 """Number of turns for which an ended job that has no successor stays to request one."""
-
-
-def main(argv: list[str]) -> int:
-    what, directory = argv[0], Path(argv[1])
-    if what == "begin":
-        return start_job(directory, int(argv[2]))
-    if what == "follow":
-        follow(directory)
-        return 0
-    return end_job(directory, int(argv[2]), int(argv[3]))
 
 
 def turn(directory: Path, *, but: str = "") -> str:
@@ -48,51 +38,41 @@ def turn(directory: Path, *, but: str = "") -> str:
     """
     if over := is_over(directory):
         return over
-    submission, number = load(directory), len(records(directory)) + 1
-    decision = decide(submission.plan, view(directory, submission, but=but))
-    if decision != Decision():
-        _act(directory, submission, decision, number)
+    plan, number = load(directory), len(records(directory)) + 1
+    _act(directory, plan, decide(plan, view(directory, plan, but=but)), number)
     return ""
 
 
-def view(directory: Path, submission: Submission, *, but: str = "") -> QueueView:
+def view(directory: Path, plan: Plan, *, but: str = "") -> QueueView:
     """Return the queue and the progress of the run. Raises SlurmError if Slurm does not answer."""
     jobs, now = records(directory), time.time()
-    queued = queue.jobs_of(submission, jobs)
-    here = {job.id for job in queued} - {but}
-    idle, starts = queue.idle_nodes(submission.plan)
-    status = read_object(directory.parent / STATUS)
-    silent_s = now - jobs[-1].asked["time"] if jobs else float("inf")
-    well = {job.id for job in queued if not job.is_held}
+    queued = [job for job in queue.jobs_of(plan) if job.id != but]
+    here, well = {job.id for job in queued}, {job.id for job in queued if not job.is_held}
     refused = next((n for n, job in enumerate(reversed(jobs)) if job.begun or job.job in well), len(jobs))
-    turn_s = submission.plan.turn_s
     return QueueView(
         now,
-        [job for job in queued if job.id != but],
-        idle,
-        {name: at - now for name, at in starts.items()},
-        lambda ask: queue.starts_at(submission, ask) <= time.time() + turn_s,
-        submission.max_steps - int(status.get("checkpoint_step") or 0),
+        queued,
+        queue.idle_nodes(plan),
+        lambda ask: queue.accepts(plan, ask),
+        plan.max_steps - checkpoint_step(directory),
         sum(job.spent_node_s for job in jobs if job.job not in here),
-        silent_s,
+        now - jobs[-1].asked["time"] if jobs else float("inf"),
         refused,
     )
 
 
-def _act(directory: Path, submission: Submission, decision: Decision, number: int) -> None:
+def _act(directory: Path, plan: Plan, decision: Decision, number: int) -> None:
     """Cancel jobs and request one, unless another process of the run makes this request."""
-    ask = decision.ask
-    if ask is None:
-        slurm.run("scancel", "--state=PENDING", *decision.cancel)
+    cancel, ask = decision
+    if ask is not None and not note(directory, number, "asked", **asdict(ask)):
         return
-    facts = {"nodes": ask.nodes, "seconds": ask.seconds, "partition": ask.partition, "after": ask.after}
-    if not note(directory, number, "asked", **facts):
-        return
-    if decision.cancel:
-        slurm.run("scancel", "--state=PENDING", *decision.cancel)
-    job = queue.submit(submission, ask, number)
-    note(directory, number, "job", job=job)
-    print(f"anywhen: job {job} asks for {ask.nodes} nodes for {ask.seconds / 3600:.2f} h", flush=True)
+    if cancel:
+        slurm.run("scancel", "--state=PENDING", *cancel)
+    if ask is not None:
+        job = queue.submit(plan, ask, number)
+        note(directory, number, "job", job=job)
+        note_job(directory.parent / LOGS, job)
+        print(f"anywhen: job {job} asks for {ask.nodes} nodes for {ask.seconds / 3600:.2f} h", flush=True)
 
 
 def follow(directory: Path, turns: int | None = None) -> str:
@@ -103,10 +83,10 @@ def follow(directory: Path, turns: int | None = None) -> str:
             if over := turn(directory):
                 return over
         except (slurm.SlurmError, OSError) as error:
-            print(f"anywhen: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            _report(error)
         if (taken := taken + 1) == turns:
             return ""
-        time.sleep(load(directory).plan.turn_s)
+        time.sleep(load(directory).turn_s)
 
 
 def start_job(directory: Path, number: int) -> int:
@@ -114,67 +94,73 @@ def start_job(directory: Path, number: int) -> int:
 
     Returns LEAVES if the run is over, or if the job that trains gets further than this one.
     """
-    own, start, signalled = os.environ["SLURM_JOB_ID"], begin(directory, number), 0.0
-    deadline = time.monotonic() + 1800
+    own, signalled = os.environ["SLURM_JOB_ID"], 0.0
+    note(directory, number, "begun", step=checkpoint_step(directory))
+    deadline = time.monotonic() + LONGEST_WAIT_S
     while not is_over(directory) and time.monotonic() < deadline:
         try:
-            submission = load(directory)
-            now = view(directory, submission)
+            plan = load(directory)
+            now = view(directory, plan)
             mine = next(job for job in now.jobs if job.id == own)
-            mine = replace(mine, starts=start)
-            others = [job for job in now.jobs if job.is_running and job.id != own]
-            if any(job.starts < start for job in others):
-                if not signalled and not takes_over(submission.plan, now, mine):
-                    break
-                if time.monotonic() - signalled > SIGNAL_S:
-                    _stop(directory, others, start)
-                    signalled = time.monotonic()
-            else:
-                size = next(size for size in submission.plan.sizes if size.nodes == mine.nodes)
-                print("\n".join(size.overrides))
+            earlier = [job.id for job in now.jobs if job.started and job.order < mine.order]
+            if not earlier:
+                print("\n".join(size_of(plan, mine.nodes).overrides))
                 return 0
+            if not signalled and not takes_over(plan, now, mine):
+                break
+            if time.monotonic() - signalled > SIGNAL_S:
+                slurm.run("scancel", "--signal=USR2", *earlier)
+                signalled = time.monotonic()
         except (slurm.SlurmError, OSError, StopIteration) as error:
-            print(f"anywhen: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+            _report(error)
         time.sleep(2)
-    note(directory, number, "ended", code=0, evicted=True)
+    note(directory, number, "ended", code=LEAVES)
     return LEAVES
-
-
-def _stop(directory: Path, others: list[QueuedJob], start: int) -> None:
-    """Signal the ranks of the jobs that started earlier to save and end."""
-    for job in others:
-        if job.starts < start:
-            note(directory, job.starts, "evicted")
-            slurm.run("scancel", "--signal=USR2", job.id)
 
 
 def end_job(directory: Path, number: int, code: int) -> int:
     """Note the end of a job's ranks. Without a successor, stay for some turns and request one."""
     begun = next(job.begun for job in records(directory) if job.number == number)
-    evicted = (directory / f"{begun['start']:06d}-evicted.json").exists()
-    note(directory, number, "ended", code=code, evicted=evicted, step_s=_step_seconds(directory, begun))
-    own, over = os.environ["SLURM_JOB_ID"], is_over(directory)
+    note(directory, number, "ended", code=code, step_s=_step_seconds(directory, begun["time"]))
+    own, plan = os.environ["SLURM_JOB_ID"], load(directory)
     for _ in range(LAST_TURNS):
-        submission = load(directory)
         try:
-            others = [job for job in queue.jobs_of(submission, records(directory)) if job.id != own]
-            if over:
-                if waiting := [job.id for job in others if not job.is_running]:
+            others = [job for job in queue.jobs_of(plan) if job.id != own]
+            if over := is_over(directory):
+                if waiting := [job.id for job in others if not job.started]:
                     slurm.run("scancel", *waiting)
                 print(f"anywhen: no further job, because {over}", flush=True)
                 return 0
             if any(not job.is_held for job in others):
                 return 0
-            over = turn(directory, but=own)
+            turn(directory, but=own)
         except (slurm.SlurmError, OSError) as error:
-            print(f"anywhen: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        time.sleep(submission.plan.turn_s)
+            _report(error)
+        time.sleep(plan.turn_s)
     return 0
 
 
-def _step_seconds(directory: Path, begun: dict) -> float:
-    """Return the median seconds of the steps of a job's start; 0 if it took none."""
+def _step_seconds(directory: Path, since: float) -> float:
+    """Return the median seconds of the steps since a Unix time; 0 if there are none."""
     path = directory.parent / "metrics.jsonl"
     found = read_records(path) if path.is_file() else []
-    steps = [record for record in found if (record.get("time") or 0.0) > begun["time"]]
+    steps = [record for record in found if (record.get("time") or 0.0) > since]
     return median([float(record.get("timing_s/step") or 0.0) for record in steps] or [0.0])
+
+
+def _report(error: Exception) -> None:
+    print(f"anywhen: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def main(what: str, directory: str, *numbers: str) -> int:
+    path, values = Path(directory), list(map(int, numbers))
+    if what == "begin":
+        return start_job(path, *values)
+    if what == "end":
+        return end_job(path, *values)
+    follow(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

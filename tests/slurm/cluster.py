@@ -1,11 +1,16 @@
 """The cluster of cluster.sh as tests use it, and the state of its runs."""
 
+import contextlib
+import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.spawn import ROOT
@@ -23,14 +28,15 @@ TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
 class Cluster:
     """The commands of a user, and the power switch of each node."""
 
-    def __init__(self, lab: Path, port: int):
-        self.lab = lab
+    def __init__(self, lab: Path, port: int, nodes: int):
+        self.lab, self.nodes = lab, nodes
         job = ("SLURM", "SBATCH", "RANK", "WORLD_SIZE", "MASTER_")
         outside = {k: v for k, v in os.environ.items() if not k.startswith(job)}
         python = Path(sys.executable).parent
         self.env = outside | dict(
             LAB=str(lab),
             PORT=str(port),
+            NODES=str(nodes),
             SLURM_CONF=f"{lab}/etc/slurm.conf",
             LOCKSTEP_ROOT=str(ROOT),
             PYTHONPATH=str(ROOT),
@@ -63,6 +69,26 @@ class Cluster:
             assert time.monotonic() < deadline, f"job {job} is still {facts['JobState']} ({facts['Reason']})"
             time.sleep(0.2)
         return facts
+
+
+PORTS = itertools.count(17000 + os.getpid() % 150 * 100, 20)
+"""First ports of the clusters of this process."""
+
+
+@contextlib.contextmanager
+def running_cluster(nodes: int = 4) -> Iterator[Cluster]:
+    """Start a cluster of so many nodes (at most 19), and end it."""
+    # Not pytest's tmp_path: its path is too long for the UNIX sockets of slurmd.
+    lab = Path(tempfile.mkdtemp(prefix="lab-"))
+    up = Cluster(lab, next(PORTS), nodes)
+    try:
+        up.switch("up")
+        yield up
+    finally:
+        with contextlib.suppress(AssertionError):  # the state of the queue does not matter here
+            up.run("scancel", "--user=root")
+        up.switch("down")
+        shutil.rmtree(lab, ignore_errors=True)
 
 
 def wait_for(condition, what: str, timeout: float = PATIENCE_S):

@@ -55,7 +55,7 @@ DefMemPerCPU=100
 GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
-SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2
+SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf_interval=2,bf_resolution=1
 KillWait=10
 # longer than KillWait: slurmctld sends a kill again that was not answered, which ends the next start of a requeued job
 MessageTimeout=15

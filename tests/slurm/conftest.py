@@ -1,21 +1,20 @@
 """A Slurm cluster on this machine for the tests of this directory: four nodes with two (fake) GPUs each."""
 
-import contextlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.records import comparable
-from tests.slurm.cluster import PROGRAMS, Cluster, write_slow_config
+from tests.slurm.cluster import PROGRAMS, running_cluster, write_slow_config
 from tests.spawn import run_ranks
 from tests.toy import TRAIN
 
 
 @pytest.fixture(scope="session")
-def cluster():
+def slurm():
+    """Skip the test on a machine that cannot run a cluster."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     if missing := [name for name in PROGRAMS if shutil.which(name, path=path) is None]:
         pytest.skip(
@@ -23,18 +22,12 @@ def cluster():
         )
     if os.geteuid() != 0:
         pytest.skip("a cluster of several nodes on one machine requires root for their namespaces")
-    # Not pytest's tmp_path: its path is too long for the UNIX sockets of slurmd.
-    lab = Path(tempfile.mkdtemp(prefix="lab-"))
-    # A block of ten ports that depends on the process id.
-    up = Cluster(lab, 17000 + os.getpid() % 400 * 10)
-    try:
-        up.switch("up")
+
+
+@pytest.fixture(scope="session")
+def cluster(slurm):
+    with running_cluster() as up:
         yield up
-    finally:
-        with contextlib.suppress(AssertionError):  # the state of the queue does not matter here
-            up.run("scancel", "--user=root")
-        up.switch("down")
-        shutil.rmtree(lab, ignore_errors=True)
 
 
 @pytest.fixture
