@@ -207,7 +207,7 @@ def assert_planned(run: Path, tmp_path: Path) -> None:
     assert [record["training/global_step"] for record in comparable(run)] == list(range(1, steps + 1))
 
 
-@pytest.mark.parametrize("seed", json.loads(os.environ.get("ANYWHEN_TRACES", "[3]")))
+@pytest.mark.parametrize("seed", json.loads(os.environ.get("ANYWHEN_TRACES", "[6]")))
 def test_a_run_in_holes_beside_one_fixed_job(slurm, toy, tmp_path, seed):
     """Each has a cluster of its own with the same trace; the figures are printed."""
     with running_cluster(NODES) as one, running_cluster(NODES) as other:
