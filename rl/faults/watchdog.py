@@ -352,7 +352,8 @@ class Watchdog:
             where = f"its traceback cannot be written: {full}"
         self._write_heartbeat()
         failed = "all ranks stopped" if isinstance(error, Disagreement) else f"{rank} failed"
-        return self._try_to_share(error, trace, f"{failed} in {label}: {_first_line(error)}; {where}")
+        reason = _first_line(error).removesuffix(".")
+        return self._try_to_share(error, trace, f"{failed} in {label}: {reason}; {where}")
 
     def _try_to_share(self, error: BaseException, trace: str, message: str) -> int:
         try:
