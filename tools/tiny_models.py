@@ -235,6 +235,7 @@ BY_CLASS: dict[str, dict] = {
     "Olmo2ForCausalLM": {},
     "CohereForCausalLM": dict(logit_scale=0.5),
     "Starcoder2ForCausalLM": dict(sliding_window=12),
+    "OlmoeForCausalLM": dict(num_experts=8, num_experts_per_tok=3),
 }
 """Models without a file in rl/models, which train as their class in transformers."""
 

@@ -32,7 +32,8 @@ class FlatRegion:
 
     def view(self, flat: Tensor) -> Tensor:
         """Return the elements, with the shape of the box, as a view of the range [n]."""
-        return flat[self.start : self.start + math.prod(self.block)].view(self.block)[index(self.inner)]
+        own = flat[self.start : self.start + math.prod(self.block)].view(self.block)[index(self.inner)]
+        return own[(0,) * (own.dim() - len(self.box))]  # a parameter of all experts has one dimension more
 
 
 def regions(pieces: Sequence[Piece], shape: tuple[int, ...], start: int, stop: int) -> Iterator[FlatRegion]:
@@ -42,7 +43,8 @@ def regions(pieces: Sequence[Piece], shape: tuple[int, ...], start: int, stop: i
         for piece in pieces:
             local = overlap(piece.local_box, block)
             if local is not None:
-                box = moved(local, piece.local_box, piece.hf_box)
+                dims = len(piece.hf_box)
+                box = moved(local[-dims:], piece.local_box[-dims:], piece.hf_box)
                 yield FlatRegion(piece.hf, box, done, extent(block), relative(local, block))
         done += volume(block)
 

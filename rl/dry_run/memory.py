@@ -591,7 +591,7 @@ def layer_elements(
     tp, shared, experts = layout.tp, 0.0, 0.0
     cut_in = tp if layout.sequence_parallel else 1
     for weight in model.matrices.get(layer, ()):
-        rows, columns = sum(shape[0] for shape in weight.shapes), weight.shapes[0][1]
+        rows, columns = sum(shape[0] for shape in weight.shapes), weight.shapes[0][-1]
         if not parts.holds(weight):
             is_input = "linear_fc1" in weight.megatron and columns == model.hf["hidden_size"]
             if weight.expert is None and (is_input or "_up_proj." in weight.megatron):
@@ -602,6 +602,8 @@ def layer_elements(
             is_down = "linear_fc2" in weight.megatron
             inner, outer = (columns, rows) if is_down else (rows, columns)
             experts += outer * layout.etp + inner
+        elif weight.is_routed and model.num_experts:
+            experts += weight.num_elements / columns / model.num_experts + columns
         elif not weight.cut.split:
             shared += (rows + columns) / cut_in
         elif len(weight.shapes) == 1 and rows == model.hf["hidden_size"]:

@@ -95,7 +95,7 @@ class ModelShape:
         total = 0
         for part in self.parts:
             weight = part.weight
-            if weight.expert is not None:
+            if weight.is_routed and self.num_experts:
                 total += part.elements * self.experts_per_token // self.num_experts
             elif not weight.first_stage or weight.tied_to_head:
                 total += part.elements

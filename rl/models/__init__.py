@@ -34,7 +34,7 @@ from rl.models import (
 )
 from rl.models.json_files import read_object
 from rl.models.layer_form import LayerForm
-from rl.models.layout import REPLICATED, Weight
+from rl.models.layout import REPLICATED, VOCAB, Weight
 
 _WITH_BITWISE = (qwen2, qwen3, llama, mistral, qwen3_moe, mixtral, deepseek, glm4_moe)
 _OTHERS = (seed_oss, smollm3, granite, granite4, gemma3, phi3, gpt_oss, minimax_m2, qwen3_next, qwen3_5)
@@ -70,7 +70,7 @@ def value_weights(hf: dict, *, needs_head: bool) -> list[Weight]:
 
     Unless `needs_head`, a checkpoint may lack the value head, which then starts at 0.
     """
-    body = [weight for weight in architecture(hf).weights(hf) if "lm_head.weight" not in weight.hf]
+    body = [w for w in architecture(hf).weights(hf) if w.cut is not VOCAB or w.first_stage]
     name, shape = "score.weight", (1, hf["hidden_size"])
     cut = by_class.ROWS if hf.get(by_class.MARK) else REPLICATED
     head = Weight((name,), (shape,), "value_head.weight", name, cut, optional=not needs_head)

@@ -96,11 +96,12 @@ def _matches(name: str, target: str) -> bool:
 def _linear_layers(weights: Sequence[Weight]) -> Iterator[tuple[Weight, int]]:
     """Yield (weight, index of its tensor) of every linear layer except routers, gates, embedding and head.
 
-    Experts that the checkpoint holds in one tensor have no adapters, because peft has one adapter for all of
-    them.
+    Experts that the checkpoint or a class of transformers holds in one tensor have no adapters, because peft
+    has one adapter for all of them.
     """
     for weight in weights:
         is_matrix = weight.layer is not None and len(weight.shapes[0]) == 2 and weight.stored is None
+        is_matrix &= bool(weight.modules) or not weight.cut.sharded  # only a class names each linear layer
         if is_matrix and ".router." not in weight.megatron and not weight.megatron.endswith("gate_weight"):
             yield from ((weight, part) for part in range(len(weight.hf)))
 

@@ -8,15 +8,18 @@ names below are those of its decoders, and the first refit compares them with wh
 
 import functools
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rl.models.layout import ROW, VOCAB, Cut, Piece, PieceFunction, Weight, rows_at, whole_of
+from rl.models.boxes import Box, extent, index, moved, overlap, relative, whole
+from rl.models.layout import REPLICATED, ROW, VOCAB, Cut, Piece, PieceFunction, Weight, rows_at, whole_of
 from rl.models.sizes import head_dim, num_kv_heads
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
 MARK = "described_by_class"
@@ -25,9 +28,10 @@ MODULE = "language_model."
 """Prefix of the parameters' names in the training engine."""
 COMPLETED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
 )
-"""Keys that config.json may leave to the class."""
+"""Keys that config.json may leave to the class, or name otherwise."""
 JOINED = {
     "q_proj": ("qkv_proj", 0),
     "k_proj": ("qkv_proj", 1),
@@ -58,8 +62,12 @@ def described(hf: dict) -> dict:
     Raises ValueError if transformers has no such class.
     """
     config = class_config(hf)
-    own = {key: value for key in COMPLETED if (value := getattr(config, key, None)) is not None}
-    return {**own, **hf, MARK: True, "as_written": hf}
+    with _refusals():
+        own = {key: value for key in COMPLETED if isinstance(value := getattr(config, key, None), int)}
+        absent = dict(
+            num_attention_heads=1, max_position_embeddings=2**20, intermediate_size=4 * own["hidden_size"]
+        )
+    return {**absent, **own, **hf, MARK: True, "as_written": hf}
 
 
 def class_config(hf: dict) -> "PreTrainedConfig":
@@ -69,9 +77,12 @@ def class_config(hf: dict) -> "PreTrainedConfig":
     kind = str(hf.get("model_type"))
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"model_type={kind} in config.json is not known to transformers; update it.")
-    plain = {key: value for key, value in hf.items() if key not in (MARK, "as_written")}
+    added = {MARK, "as_written", *({*COMPLETED[:-1]} - {*hf.get("as_written", hf)})}
+    plain = {key: value for key, value in hf.items() if key not in added}
+    kind_of_config = CONFIG_MAPPING[kind]
     with _refusals():
-        return CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(plain)))
+        plain = kind_of_config._decode_special_floats(json.loads(json.dumps(plain)))
+        return kind_of_config.from_dict(plain)
 
 
 @contextmanager
@@ -107,30 +118,45 @@ def is_trainable(hf: dict) -> bool:
 
 
 def check(hf: dict) -> None:
-    """Raise ValueError for a class that the training engine cannot compute on packed rows."""
+    """Raise ValueError for a class that the training engine cannot compute."""
     name = hf["architectures"][0]
-    if not model_class(hf)._supports_attention_backend:
+    if "vision_config" in hf or "audio_config" in hf:
+        raise ValueError(f"{name} reads images or sounds; such models are {NOT_SUPPORTED}.")
+    if "num_hidden_layers" not in hf["as_written"]:
         raise ValueError(
-            f"{name} of transformers does not call the functions of its AttentionInterface, so that it "
-            "cannot train on packed rows; use another model."
+            f"{name} has no num_hidden_layers in config.json, which generation reads; models that name their "
+            f"sizes otherwise are {NOT_SUPPORTED}."
         )
-    if hf.get("attention_chunk_size"):
-        raise ValueError(f"{name} attends within chunks; such models are {NOT_SUPPORTED}.")
     model = on_meta(hf)
-    if joined := [name for name, weight in model.named_parameters() if weight.dim() > 2]:
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no head over the vocabulary; such models are {NOT_SUPPORTED}.")
+    if scalars := [name for name, tensor in model.named_parameters() if not tensor.dim()]:
+        raise ValueError(f"{name} has the single number {scalars[0]}; such models are {NOT_SUPPORTED}.")
+    places(hf)
+    if moving := _rotations(model.config) & {"dynamic", "longrope"}:
         raise ValueError(
-            f"{name} joins experts or channels in {joined[0]}, whose name in checkpoints differs; such "
-            f"models are {NOT_SUPPORTED}."
+            f"{name} rotates by rope_type={moving.pop()}, with angles that depend on the length that a "
+            "sequence has reached, so that trainer and engine would differ; use a model, or a copy of its "
+            "config.json, with rope_type default, linear, llama3 or yarn."
         )
-    if buffers := sorted(set(model.state_dict()) - {name for name, _ in model.named_parameters()} - TIED):
-        raise ValueError(f"{name} keeps the buffer {buffers[0]}; such models are {NOT_SUPPORTED}.")
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise ValueError(f"{name} has no head, or one with biases; such models are {NOT_SUPPORTED}.")
 
 
-TIED = {"lm_head.weight"}
-"""Names in a state dict for weights that are also under another name."""
+def _rotations(config: "PreTrainedConfig") -> set[str]:
+    """Return the kinds of rotary embeddings of a model; a constant `alpha` makes a dynamic one static."""
+    given = getattr(config, "rope_parameters", None) or {}
+    tables = [given, *(own for own in given.values() if isinstance(own, dict))]
+    return {str(table.get("rope_type")) for table in tables if not table.get("alpha")}
+
+
+def packs(hf: dict) -> bool:
+    """Return whether the class can compute a packed row: tokens meet only in attention that it calls by name.
+
+    Layers that mix tokens in another way, with states or convolutions, have weights of three dimensions.
+    """
+    model = on_meta(hf)
+    kinds = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    mixes = any(tensor.dim() > 2 and ".experts." not in name for name, tensor in model.named_parameters())
+    return model._supports_attention_backend and not (kinds or mixes or hf.get("attention_chunk_size"))
 
 
 def megatron_config(hf: dict) -> dict:
@@ -159,26 +185,152 @@ def _on_meta(hf: str) -> "PreTrainedModel":
 
 
 def weights(hf: dict) -> list[Weight]:
-    """Return every parameter, in the class's order."""
+    """Return every parameter, in the class's order, and the buffers of its checkpoints."""
+    import torch
+
     model = on_meta(hf)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    is_tied = embedding is head
-    found = dict(model.named_parameters())
+    linear = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    embedding, [*head] = model.get_input_embeddings().weight, model.get_output_embeddings().parameters()
+    found = places(hf)
+    plain = {own[0].name: tensor for tensor, own in found.values() if len(own) == 1}
     out = []
-    for name, parameter in found.items():
-        shape, layer = tuple(parameter.shape), re.search(r"\.(\d+)\.", name)
-        fields: dict[str, Any] = dict(hf=(name,), shapes=(shape,), megatron=MODULE + name, vllm=name)
-        if parameter is embedding or parameter is head:
-            first = parameter is embedding
-            out.append(Weight(**fields, cut=VOCAB, first_stage=first, tied_to_head=first and is_tied))
-            continue
-        if layer is None:
-            out.append(Weight(**fields, cut=ROWS))
-            continue
-        fields["megatron"] = f"{MODULE}{name[: layer.start(1)]}{{layer}}{name[layer.end(1) :]}"
-        fields["vllm"], cut = _in_engine(hf, name, found)
-        out.append(Weight(**fields, cut=cut, layer=int(layer[1])))
+    for name, (tensor, own) in found.items():
+        layer, first = re.search(r"\.(\d+)\.", name), tensor is embedding
+        fields: dict[str, Any] = dict(
+            hf=tuple(place.name for place in own),
+            shapes=tuple(place.shape for place in own),
+            megatron=MODULE + name,
+            vllm=own[0].name,
+            cut=ROWS,
+            modules=(name.removesuffix(".weight"),) if name in linear else (),
+        )
+        if layer is not None:
+            fields["layer"] = int(layer[1])
+            fields["megatron"] = f"{MODULE}{name[: layer.start(1)]}{{layer}}{name[layer.end(1) :]}"
+        if not tensor.requires_grad:
+            fields["cut"] = REPLICATED
+        elif first or any(tensor is row for row in head):
+            fields |= dict(cut=VOCAB, first_stage=first, tied_to_head=first and head[0] is embedding)
+        elif len(own) > 1 or ".experts." in name:
+            fields |= _joining(name, tuple(tensor.shape), tuple(own))
+        elif layer is not None:
+            fields["vllm"], fields["cut"] = _in_engine(hf, own[0].name, plain)
+        out.append(Weight(**fields))
     return out
+
+
+class FilePart(NamedTuple):
+    """The place of a tensor of the files in a parameter of the class."""
+
+    name: str
+    box: Box
+    num_dims: int
+    """Number of dimensions of the tensor: the last ones of the box."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return extent(self.box)[len(self.box) - self.num_dims :]
+
+
+UNIT = 12
+"""Length of a dimension in `_places`, so that 2, 3 or 4 tensors may be joined in it."""
+
+
+def places(hf: dict) -> "dict[str, tuple[Tensor, list[FilePart]]]":
+    """Return for each parameter, and each buffer of checkpoints, the tensors of checkpoints that it joins.
+
+    transformers itself converts small tensors that hold their elements' places. Raises ValueError if a tensor
+    is a part of several parameters, or has its elements in another order.
+    """
+    return _places(json.dumps(hf, sort_keys=True))
+
+
+@functools.lru_cache(maxsize=4)
+def _places(text: str) -> "dict[str, tuple[Tensor, list[FilePart]]]":
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    hf = json.loads(text)
+    model = on_meta(hf)
+    found = dict(model.named_parameters())
+    found |= {k: v for k, v in model.state_dict(keep_vars=True).items() if not v.requires_grad}
+    small = {}
+    for number, (name, tensor) in enumerate(found.items()):
+        shape = [UNIT, 2, 2, 2][: tensor.dim()]
+        if tensor.dim() > 2 or ".experts." in name:
+            shape = [len(tensor), *shape[:-1]]
+        size = math.prod(shape)
+        small[name] = torch.arange(number << 32, (number << 32) + size).view(shape)
+    out: dict[str, tuple[Tensor, list[FilePart]]] = {name: (tensor, []) for name, tensor in found.items()}
+    with _refusals():
+        converted = revert_weight_conversion(model, dict(small))
+    for name, own in converted.items():
+        values = own.flatten()
+        owner = [*found][int(values[0]) >> 32]
+        here = torch.isin(small[owner], values).nonzero()
+        box = tuple(zip(here.amin(0).tolist(), (here.amax(0) + 1).tolist(), strict=True))
+        if not small[owner][index(box)].flatten().equal(values):
+            raise ValueError(
+                f"{hf['architectures'][0]} has the tensor {name} of checkpoints not as one part of {owner}; "
+                f"such models are {NOT_SUPPORTED}."
+            )
+        sizes = zip(box, small[owner].shape, found[owner].shape, strict=True)
+        scaled = tuple((start * size // unit, stop * size // unit) for (start, stop), unit, size in sizes)
+        out[owner][1].append(FilePart(name, scaled, own.dim()))
+    return out
+
+
+def _joining(name: str, shape: tuple[int, ...], own: tuple[FilePart, ...]) -> dict[str, Any]:
+    """Return the cut of a parameter that joins tensors, and its name in vLLM. shape: that of the class."""
+    *path, kind = name.split(".")
+    boxes, dims, vllm = tuple(place.box for place in own), own[0].num_dims, own[0].name
+    if path[-1] == "experts":
+        block = vllm.partition(".experts.")[0]
+        if block == vllm:  # the files join the experts, in a layer of the block
+            block = ".".join(vllm.split(".")[: len(path) - 1])
+        engine = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}.get(kind, kind)
+        vllm = f"{block}.experts.routed_experts.{engine}"
+    cut = Cut(_joined_rows(boxes, dims, shape), _expert_parts(boxes, dims, shape, kind), sharded=True)
+    return dict(vllm=vllm, cut=cut)
+
+
+def _through(names: Sequence[str], boxes: Sequence[Box], dims: int, source: Box, target: Box) -> list[Piece]:
+    """Return the pieces of tensors at `boxes` of a parameter whose box `source` is at `target`."""
+    out = []
+    for name, box in zip(names, boxes, strict=True):
+        if both := overlap(box, source):
+            out.append(Piece(name, relative(both, box)[len(box) - dims :], moved(both, source, target)))
+    return out
+
+
+@functools.cache
+def _joined_rows(boxes: tuple[Box, ...], dims: int, shape: tuple[int, ...]) -> PieceFunction:
+    """Return the function that gives each training rank an equal number of rows, or experts, as `_rows`."""
+
+    def pieces(names: Any, shapes: Any, tp: int, rank: int) -> list[Piece]:
+        found = _rows(["all"], [shape], tp, rank)
+        return [piece for own in found for piece in _through(names, boxes, dims, own.hf_box, own.local_box)]
+
+    return pieces
+
+
+@functools.cache
+def _expert_parts(boxes: tuple[Box, ...], dims: int, shape: tuple[int, ...], kind: str) -> PieceFunction:
+    """Return the function of vLLM's pieces: rows of gate and of up, columns of down, of every expert."""
+
+    def pieces(names: Any, shapes: Any, tp: int, rank: int) -> list[Piece]:
+        experts, *rest = whole(shape)
+        axis, parts = (0, 2) if kind == "gate_up_proj" else (len(rest) - 1, 1)
+        width = shape[1 + axis] // parts
+        size, out = width // tp, []
+        for part in range(parts):
+            source, target = [experts, *rest], [experts, *rest]
+            first = part * width + rank * size
+            source[1 + axis], target[1 + axis] = (first, first + size), (part * size, (part + 1) * size)
+            out += _through(names, boxes, dims, tuple(source), tuple(target))
+        return out
+
+    return pieces
 
 
 def _in_engine(hf: dict, name: str, found: dict) -> tuple[str, Cut]:

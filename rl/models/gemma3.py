@@ -54,6 +54,10 @@ def check(hf: dict) -> None:
                 f"Gemma 3 with {key} {hf[key]} is not supported: the trainer's attention and head are causal "
                 "and have no tanh; use a model without it."
             )
+    if "sliding_attention" in layer_types(hf) and not hf.get("sliding_window"):
+        raise ValueError(
+            "Gemma 3 with sliding_attention in layer_types needs a sliding_window of at least 1."
+        )
     if unknown := set(layer_types(hf)) - {"sliding_attention", "full_attention"}:
         raise ValueError(f"Gemma 3 with {sorted(unknown)[0]} in layer_types is not supported.")
 

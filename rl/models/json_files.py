@@ -68,10 +68,10 @@ KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "an integer from 0 to 9999",
         lambda v: _is_whole(v, 0, 10_000),
     ),
-    r"shared_(expert_)?intermediate_size": ("an integer of at least 0", _is_whole),
+    r"shared_(expert_)?intermediate_size|sliding_window": ("an integer of at least 0", _is_whole),
     r"num_(attention|key_value)_heads|(hidden|vocab|patch|\w*intermediate|\w*merge)_size|(\w+_)?head_dim"
     r"|max_position_embeddings|full_attention_interval|linear_(num_(key|value)_heads|conv_kernel_dim)"
-    r"|\w+_lora_rank|sliding_window|rotary_dim|r": ("an integer of at least 1", lambda v: _is_whole(v, 1)),
+    r"|\w+_lora_rank|rotary_dim|r": ("an integer of at least 1", lambda v: _is_whole(v, 1)),
     r"\w+_eps|rope_theta|rope_local_base_freq|factor|\w+_(multiplier|scaling_factor|rotary_factor)"
     r"|logits_scaling|original_max_position_embeddings|query_pre_attn_scalar|swiglu_limit|model_max_length": (
         "a positive number",

@@ -120,6 +120,11 @@ class Weight:
         return self.modules[part] if self.modules else self.hf[part].removesuffix(".weight")
 
     @property
+    def is_routed(self) -> bool:
+        """Whether it belongs to one routed expert, or to all of a layer (`rl.models.by_class`)."""
+        return self.expert is not None or ".routed_experts." in self.vllm
+
+    @property
     def num_elements(self) -> int:
         """Number of elements of its Hugging Face tensors."""
         return sum(math.prod(shape) for shape in self.shapes)

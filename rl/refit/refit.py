@@ -70,6 +70,8 @@ class WeightPlan:
 
 _plans: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """Engine -> weight map -> (buffer in MiB, group) -> WeightPlan. The plan depends only on these."""
+_moved: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+"""Weight map -> vLLM's modules with weights that only its loader can write, found by `_prove_description`."""
 _compared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 """Trainer -> the last comparison of `check_weights`: version of the trainer's weights, what was compared,
 number of elements of all engines that were compared, and number of all elements of all engines."""
@@ -99,10 +101,12 @@ def refit(
     slots, done, fallback, incomplete = engine.slots, BytesMoved(), False, list[str]()
     engine.device.synchronize()  # the engine may still be reading
     with_base = slots is None or not slots.has_base
+    if trainer.weight_map.hf.get(by_class.MARK):
+        for part in _parts(trainer, engine, buffer_mib, adapter):
+            if part.planned.is_new:
+                _prove_description(engine, part, buffer_mib)
     for part in _parts(trainer, engine, buffer_mib, adapter, with_base=with_base, staged=True):
         planned = part.planned
-        if planned.is_new and part.group.values.weight_map.hf.get(by_class.MARK):
-            _prove_description(engine, part)
         if slots is not None and planned.fallback:
             raise ConfigError(
                 f"adapter.in_engine=adapter, but vLLM holds {len(planned.fallback)} weights, such as "
@@ -128,23 +132,43 @@ def refit(
     return done
 
 
-def _prove_description(engine: RolloutEngine, part: PlannedGroup) -> None:
+def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: int) -> None:
     """Compare the names and places of weights in `rl.models.by_class` with what vLLM's loader does.
 
-    The loader writes all weights, and every element must be where the description says. Raises RefitMismatch
-    on every rank otherwise. Collective over the world.
+    The loader writes all weights. It also writes in every refit the weights that it changes or moves, so that
+    they are not where the description says. Raises RefitMismatch on every rank if it does not write a
+    parameter of the engine that no comparison covers. Collective over the world.
     """
-    engine.load_weights(part.group.values.gathered(part.group.weights))
-    planned, device = part.planned, engine.device.torch
-    numbers = differing(planned.equality, part.sources, part.destinations, device)
-    found = sorted(set().union(*gather_objects(numbers)))
-    if found:
+    group, planned = part.group, part.planned
+    values, held = group.values, group.held
+
+    def sums() -> dict[str, float]:
+        return {name: float(tensor.detach().double().sum()) for name, tensor in held.items()}
+
+    before = sums()
+    try:
+        engine.load_weights((name, tensor + 1) for name, tensor in values.gathered(group.weights))
+    except (AttributeError, KeyError, ValueError) as error:  # on every rank
         raise RefitMismatch(
-            f"vLLM's loader changes or moves {len(found)} weights of this model, such as "
-            f"{planned.in_place[found[0]].hf[0]}, so that they cannot be compared; training.backend="
-            "transformers does not support this model."
-        )
+            f"vLLM's loader refuses the weights of this model ({type(error).__name__}: {error}); "
+            "training.backend=transformers does not support it."
+        ) from error
+    after = sums()
+    engine.load_weights(values.gathered(group.weights))
+    numbers = differing(planned.equality, part.sources, part.destinations, engine.device.torch)
+    found = set().union(*gather_objects(numbers))
+    if found:
+        _moved[values.weight_map] = {_module(planned.in_place[number].vllm) for number in found}
+        del _plans[engine][values.weight_map][buffer_mib, group.number]
+        planned = _planned(group, engine, buffer_mib)
     planned.is_new = False
+    compared = {weight.vllm for weight in planned.in_place}
+    same = [name for name in before if name not in compared and before[name] == after[name]]
+    if names := sorted(set().union(*gather_objects(same))):
+        raise RefitMismatch(
+            f"vLLM's loader writes {len(names)} parameters of this model, such as {names[0]}, from none of "
+            f"the trainer's weights; training.backend=transformers does not support this model."
+        )
 
 
 def check_refit(
@@ -351,7 +375,7 @@ def plan_weights(
     for name, size in padded.items():  # padding hides what is missing on one rank, but not in the sum
         if more := sum(counts[name] for _, counts, *_ in reports) % size:
             found.append(f"{name}: {more} elements of it are not in whole copies of {size} on the ranks")
-    if found:
+    if found and not any(weight.cut.sharded for weight in weights):  # `_prove_description` follows for these
         raise RefitMismatch(f"{len(found)} weights cannot be compared: " + "; ".join(found[:MAX_SHOWN]))
     compared, total = sum(report[2] for report in reports), sum(report[3] for report in reports)
     return WeightPlan(plan, equality, in_place, fallback, empty, compared, total)
@@ -390,6 +414,8 @@ def _not_writable(
         if not here or (weight.hf in local and local[weight.hf].dtype != dtype):
             out.add(number)
     modules = {_module(weights[number].vllm) for number in out}
+    if weight_map is not None:
+        modules |= _moved.get(weight_map, set())
     return {number for number, weight in enumerate(weights) if _module(weight.vllm) in modules}
 
 

@@ -26,7 +26,9 @@ LORA = ("adapter.kind=lora", "adapter.rank=4")
 CASES = {
     "Gemma2ForCausalLM": ("training.recompute=full",),
     "Olmo2ForCausalLM": LORA,
+    "OlmoeForCausalLM": (),
     "CohereForCausalLM": ("algorithm=ppo", "training.recompute=full"),
+    "Starcoder2ForCausalLM": LORA,
 }
 """Family -> settings, besides GRPO on two ranks that share the weights."""
 

@@ -1,5 +1,6 @@
 """A policy whose layers are those of a class of transformers, with the head of `rl.training.logprobs`."""
 
+import math
 import re
 from functools import partial
 from typing import Any
@@ -36,6 +37,8 @@ class ClassModel(MegatronModule):
     model_type = ModelType.encoder_or_decoder
     share_embeddings_and_output_weights = False
     """False for Megatron's schedule: one stage holds embedding and head."""
+    packs: bool
+    """Whether a pass computes a packed row; if not, its sequences are the rows of a padded batch."""
 
     def __init__(
         self, hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool = False
@@ -44,10 +47,11 @@ class ClassModel(MegatronModule):
         self.hf, self.group = hf, grid.groups.tp
         config = by_class.class_config(hf)
         for key, value in config.to_dict().items():
-            if re.search("dropout|pdrop", key) and isinstance(value, float):
+            if re.search("drop|jitter", key) and isinstance(value, float):
                 setattr(config, key, 0.0)
+        self.packs = by_class.packs(hf)
         with no_init_weights():  # the memory of weights that are never written is not taken
-            model = by_class.model_class(hf)._from_config(config, attn_implementation=NAME, dtype=dtype)
+            model = by_class.model_class(hf)._from_config(config, dtype=dtype)
         model.tie_weights()
         if values:
             model.set_output_embeddings(None)
@@ -56,9 +60,10 @@ class ClassModel(MegatronModule):
         _pad_vocabulary(model, padded_vocab(hf["vocab_size"], vocab_multiple(weights.tp)))
         if training.recompute == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        # vLLM decorates the classes of transformers that it serves itself, also for this model.
-        model.base_model.do_not_compile = True
         self.language_model: Any = model
+        # vLLM decorates the classes of transformers that it serves itself, also for this model.
+        self.body.do_not_compile = True
+        self.attend()
         self.shards = Shards(self, weights.groups.tp)
 
     @property
@@ -75,18 +80,37 @@ class ClassModel(MegatronModule):
         return layer
 
     @property
-    def caps_scores(self) -> bool:
-        """Whether attention caps its scores, so that rows cannot share prompts."""
-        return bool(self.hf.get("attn_logit_softcapping"))
+    def body(self) -> Any:
+        """The class without its head."""
+        own = self.language_model
+        return own.model if own.base_model is own else own.base_model
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether rows may share prompts: the capped scores of a row are computed for whole sequences."""
+        return self.packs and not self.hf.get("attn_logit_softcapping")
+
+    def attend(self, name: str = "") -> None:
+        """Select the function of attention by its name in the AttentionInterface; by default for `packs`."""
+        own = "sdpa" if self.language_model._supports_sdpa else "eager"
+        self.language_model.set_attn_implementation(name or (NAME if self.packs else own))
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Accept Megatron's call; there is no earlier stage."""
 
     def hidden(self, tokens: Tensor, row: PackedRow) -> Tensor:
         """Return the states before the head, [T, H]. tokens: int64 [1, T]."""
-        body = self.language_model.base_model
-        out = body(input_ids=tokens, position_ids=row.position_ids, use_cache=False, row=row)
-        states: Tensor = out.last_hidden_state[0]
+        if self.packs:
+            out = self.body(input_ids=tokens, position_ids=row.position_ids, use_cache=False, row=row)
+            states: Tensor = out.last_hidden_state[0]
+            return states
+        assert row.attention is not None and row.position_ids is not None
+        lengths = row.attention.cu_seqlens_q.diff()
+        numbers = torch.arange(len(lengths), device=tokens.device)
+        at = numbers.repeat_interleave(lengths, output_size=tokens.shape[1]), row.position_ids[0]
+        batch = tokens.new_zeros(len(lengths), row.attention.max_seqlen_q)
+        batch[at] = tokens[0]  # a token sees nothing of the padding behind it
+        states = self.body(input_ids=batch, use_cache=False).last_hidden_state[at]
         return states
 
     def run(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
@@ -111,23 +135,62 @@ class ClassPolicy(ClassModel):
     def __init__(self, hf: dict, training: Training, dtype: torch.dtype, grid: Grid) -> None:
         super().__init__(hf, training, dtype, grid)
         self.real_vocab_size = hf["vocab_size"]
-        self.chunk = training.head_chunk(padded_vocab(hf["vocab_size"], vocab_multiple(1)))
-        self.scale = (hf.get("logit_scale") or 1.0) / (hf.get("logits_scaling") or 1.0)
+        self.head_chunk_tokens = training.head_chunk(padded_vocab(hf["vocab_size"], vocab_multiple(1)))
         cap = hf.get("final_logit_softcapping")
         self.head = partial(capped_logprobs, cap=cap) if cap else linear_logprobs
+        self.scale = 1.0
+        """Factor of the states before the head, see `find_scale`."""
 
     @property
     def head_weight(self) -> Tensor:
-        """The rows of the head, [Vpad, H]. Collective over the ranks of a copy, as its backward pass."""
-        [weight] = self.shards.whole_of(self.language_model.get_output_embeddings())
-        return weight
+        """The rows of the head, [Vpad, H], or [Vpad, H + 1] with biases in the last column.
+
+        Collective over the ranks of a copy, as its backward pass.
+        """
+        weight, *bias = self.shards.whole_of(self.language_model.get_output_embeddings())
+        return torch.cat([weight, bias[0][:, None]], 1) if bias else weight
 
     def hidden(self, tokens: Tensor, row: PackedRow) -> Tensor:
         states = super().hidden(tokens, row)
-        return states * self.scale if self.scale != 1.0 else states
+        states = states * self.scale if self.scale != 1.0 else states
+        if self.language_model.get_output_embeddings().bias is not None:
+            states = torch.cat([states, states.new_ones(len(states), 1)], 1)
+        return states
+
+    @torch.no_grad()
+    def find_scale(self, device: torch.device) -> None:
+        """Set `scale` to what the class makes of states of 1 before its head, and of products of 1 after it.
+
+        Collective over the ranks of a copy. A scale of capped logits is not found.
+        """
+        own, inputs = self.language_model, list[Tensor]()
+        head = own.get_output_embeddings()
+
+        def ones(_: Any, __: Any, out: Any) -> Any:
+            out.last_hidden_state = torch.ones_like(out.last_hidden_state, dtype=torch.float32)
+            return out
+
+        def keep(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            inputs.append(args[0])
+            return (args[0].to(module.weight.dtype),)
+
+        hooks = [
+            self.body.register_forward_hook(ones),
+            head.register_forward_pre_hook(keep),
+            head.register_forward_hook(lambda _, __, out: torch.ones_like(out, dtype=torch.float32)),
+        ]
+        self.attend("eager")
+        try:
+            out = own(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
+        finally:
+            self.attend()
+            for hook in hooks:
+                hook.remove()
+        found = [inputs[0].flatten(), *([] if self.hf.get("final_logit_softcapping") else [out.flatten()])]
+        self.scale = math.prod(float(own[0]) for own in found if own.eq(own[0]).all())
 
     def of_head(self, hidden: Tensor, request: HeadRequest) -> tuple[Tensor, ...]:
-        options = dict(vocab_size=self.real_vocab_size, group=self.group, chunk=self.chunk)
+        options = dict(vocab_size=self.real_vocab_size, group=self.group, chunk=self.head_chunk_tokens)
         return policy_outputs(self.outputs, self.head, hidden, self.head_weight, request, **options)
 
 
@@ -145,7 +208,8 @@ def _pad_vocabulary(model: Any, rows: int) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head is not None and embedding.weight is head.weight
     for layer in (embedding, head) if head is not None else (embedding,):
-        layer.weight = torch.nn.Parameter(layer.weight.new_empty(rows, layer.weight.shape[1]))
+        for name, own in [*layer.named_parameters(recurse=False)]:
+            setattr(layer, name, torch.nn.Parameter(own.new_empty(rows, *own.shape[1:])))
     if is_tied:
         head.weight = embedding.weight
     embedding.padding_idx = None  # its row would not learn, but a policy may sample this token

@@ -23,6 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl.config.schema import Config
 from rl.runtime.collectives import gather_objects
+from rl.training.gradients import WrongReduction
 from rl.training.weights import sharded
 
 
@@ -66,14 +67,18 @@ class Shards:
     """
 
     def __init__(self, model: Module, group: dist.ProcessGroup) -> None:
-        self._group, self._size = group, group.size()
+        self._group, self.size = group, group.size()
         self._modules: set[Module] = set()
         """Modules whose parameters are gathered together."""
         self._live: dict[int, tuple[Unit, int]] = {}
         """Address of a whole parameter in a pass -> its unit and index."""
+        self.sums = torch.zeros(3, dtype=torch.float64)
+        """Of the gradients of this rank's passes: before and after `reduce`, and of their absolute values.
+
+        Each rank's rows have a factor of their own, so that rows of a wrong rank change the sum."""
         self._again: tuple[Unit, list[Tensor]] | None = None
         """Whole parameters of the unit that the backward pass computes."""
-        if self._size > 1:
+        if self.size > 1:
             self._divide(model)
 
     def _divide(self, model: Module) -> None:
@@ -84,7 +89,7 @@ class Shards:
                     if parameter is None:
                         continue
                     if parameter not in found:
-                        rows = -(-len(parameter) // self._size)
+                        rows = -(-len(parameter) // self.size)
                         found[parameter] = Parameter(parameter.new_empty(rows, *parameter.shape[1:]))
                         sharded(found[parameter], len(parameter))
                     part._parameters[name] = found[parameter]
@@ -152,7 +157,7 @@ class Shards:
     def gather(self, unit: Unit) -> list[Tensor]:
         """Return the whole parameters of a unit. Collective over the group."""
         own = torch.cat([shard.detach().view(-1) for shard in unit.shards])
-        every = own.new_empty(self._size, len(own))
+        every = own.new_empty(self.size, len(own))
         dist.all_gather_into_tensor(every.view(-1), own, group=self._group)
         parts = every.split([shard.numel() for shard in unit.shards], 1)
         return [
@@ -168,11 +173,16 @@ class Shards:
         self._again = None
         sizes = [shard.numel() for shard in shards]
         options: Any = dict(dtype=torch.float32, device=shards[0].device)
-        every, own = torch.zeros(self._size, sum(sizes), **options), torch.empty(sum(sizes), **options)
+        every, own = torch.zeros(self.size, sum(sizes), **options), torch.empty(sum(sizes), **options)
         for part, shard, gradient in zip(every.split(sizes, 1), shards, gradients, strict=True):
             for rank, rows in enumerate(() if gradient is None else gradient.split(len(shard))):
                 part[rank, : rows.numel()] = rows.reshape(-1)
         dist.reduce_scatter_tensor(own, every.view(-1), group=self._group)
+        factors = torch.arange(1.0, self.size + 1, dtype=torch.float64, device=own.device)
+        before, after = every.sum(1, dtype=torch.float64) @ factors, own.sum(dtype=torch.float64)
+        size = every.abs().sum(1, dtype=torch.float64) @ factors
+        found = torch.stack([before, after * factors[self._group.rank()], size])
+        self.sums = self.sums.to(own.device) + found
         return [part.view_as(shard) for part, shard in zip(own.split(sizes), shards, strict=True)]
 
 
@@ -193,6 +203,15 @@ class _WholeUnit(torch.autograd.Function):
         reduced = ctx.shards.reduce(own, [gradients[number] for number in learned])
         found = dict(zip(learned, reduced, strict=True))
         return None, None, *(found.get(number) for number in range(len(gradients)))
+
+
+def check_sums(before: float, after: float, size: float, *, num_ranks: int) -> None:
+    """Raise WrongReduction if sums over the world of `Shards.sums` differ by more than float32's rounding."""
+    if not abs(after - before) <= num_ranks * torch.finfo(torch.float32).eps * size:
+        raise WrongReduction(
+            f"the gradients that {num_ranks} ranks of a copy add up have the sum {before:.8g} before and "
+            f"{after:.8g} afterwards; the reduction between the ranks (NCCL or gloo) lost or changed values."
+        )
 
 
 def _modules_of(model: Module) -> Iterator[Module]:

@@ -1,0 +1,60 @@
+"""The places of checkpoints' tensors in the parameters of a class of transformers, and their pieces."""
+
+import pytest
+import torch
+
+from rl.checkpoint.regions import regions
+from rl.models import by_class
+from rl.models.boxes import index
+from tests.checkpoints import tiny_config
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_experts_of_checkpoints_fill_the_rows_of_each_rank(tp):
+    hf = by_class.described(tiny_config("OlmoeForCausalLM").to_dict())
+    [weight] = [w for w in by_class.weights(hf) if w.megatron.endswith("gate_up_proj") and w.layer == 1]
+    assert weight.vllm == "model.layers.1.mlp.experts.routed_experts.w13_weight"
+    tensors = {name: torch.randn(shape) for name, shape in zip(weight.hf, weight.shapes, strict=True)}
+    prefix = "model.layers.1.mlp.experts."
+    gates, ups = (
+        torch.stack([tensors[f"{prefix}{number}.{part}_proj.weight"] for number in range(8)])
+        for part in ("gate", "up")
+    )
+    whole, size = torch.cat([gates, ups], 1), -(-8 // tp)
+    for rank in range(tp):
+        found = torch.zeros(weight.megatron_shape(tp))
+        for piece in weight.megatron_pieces(tp, rank):
+            found[index(piece.local_box)] = tensors[piece.hf][index(piece.hf_box)]
+        own = whole[rank * size :][:size]
+        assert found[: len(own)].equal(own)
+        flat, half = torch.zeros_like(found).view(-1), found.numel() // 3 + 7
+        for start, stop in ((0, half), (half, found.numel())):  # as the optimizer's state is divided
+            for region in regions(weight.megatron_pieces(tp, rank), tuple(found.shape), start, stop):
+                region.view(flat[start:stop]).copy_(tensors[region.hf][index(region.box)])
+        assert flat.equal(found.view(-1))
+    if 96 % tp == 0:  # the engine's ranks hold parts of each expert
+        half = 96 // tp
+        found = torch.zeros(8, 2 * half, 128)
+        for piece in weight.vllm_pieces(tp, tp - 1):
+            found[index(piece.local_box)] = tensors[piece.hf][index(piece.hf_box)]
+        assert found.equal(torch.cat([gates[:, -half:], ups[:, -half:]], 1))
+
+
+def test_names_in_checkpoints_are_those_of_transformers():
+    config = dict(model_type="gpt_neox", architectures=["GPTNeoXForCausalLM"], num_hidden_layers=1)
+    config |= dict(hidden_size=64, num_attention_heads=2, intermediate_size=64, vocab_size=128)
+    names = [name for weight in by_class.weights(by_class.described(config)) for name in weight.hf]
+    assert "embed_out.weight" in names and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "rope_type=dynamic"),
+        (dict(vision_config={}), "reads images"),
+    ],
+)
+def test_models_that_cannot_agree_are_refused(change, words):
+    hf = tiny_config("Olmo2ForCausalLM").to_dict() | change
+    with pytest.raises(ValueError, match=words):
+        by_class.check(by_class.described(hf))
