@@ -24,6 +24,10 @@ from rl.checkpoint.contents import (
 from rl.models.files import TensorReader, tensor_files
 from rl.runtime.checksum import placed_checksum
 from rl.training.engine import TrainingEngine
+from rl.training.weights import full_weights
+
+ADAPTED = 2.0**-4
+"""Maximum relative difference between a weight with a new adapter and the file, as for a base in FP8."""
 
 
 class ChangedSinceStart(RuntimeError):
@@ -78,16 +82,18 @@ class Start:
             )
 
 
-def check_loaded(name: str, model: TrainingEngine) -> None:
+def check_loaded(name: str, model: TrainingEngine, *, is_new: bool = True) -> None:
     """Compare a model with the files that it was loaded from: one tensor of each kind.
 
     Engine and trainer have the same weights even if both are wrong, so no later check finds a wrong load. A
     kind is a name without the numbers of layer and expert, for example the q_proj of all layers. Quantised
     files and a frozen base are not compared. Raises ChangedSinceStart on every rank. Collective over the
     world.
+
+    is_new: whether adapters are new. If so, the weights with them must be the files', up to rounding.
     """
     weights = model.weight_map
-    if model.has_frozen_weights or "quantization_config" in weights.hf:
+    if "quantization_config" in weights.hf or (model.has_frozen_weights and not is_new):
         return
     files = tensor_files(model.spec.path, weights.weights)
     expected, kinds = {}, dict[str, list[str]]()
@@ -98,6 +104,18 @@ def check_loaded(name: str, model: TrainingEngine) -> None:
                 kinds.setdefault(re.sub(r"\d+", "*", tensor), []).append(tensor)
     chosen = [members[len(kinds) * 7 % len(members)] for members in kinds.values()]
     reader, mine = TensorReader(files, weights.weights), dict[str, int]()
+    if model.has_frozen_weights:
+        some = [weight for weight in weights.weights if set(weight.hf) & set(chosen)]
+        found = full_weights(weights.over(some, weights.parameters), model.parts.merging())
+        for tensor, value in found:
+            exact = reader.read(tensor, tuple((0, n) for n in value.shape)).to(value.device).float()
+            if not (value.float() - exact).norm() <= ADAPTED * exact.norm():
+                raise ChangedSinceStart(
+                    f"{tensor} of the {name} with its new adapter differs from {model.spec.path} by "
+                    f"{float((value.float() - exact).norm() / exact.norm()):.3g} of its size: an adapter "
+                    "must not change the model at the start, and a part that it takes over is subtracted."
+                )
+        return
     for tensor in chosen[dist.get_rank() :: dist.get_world_size()]:
         shape, dtype = expected[tensor]
         mine[tensor] = int(placed_checksum(reader.read(tensor, tuple((0, n) for n in shape)).to(dtype)))

@@ -8,7 +8,7 @@ Every function is pure and every rank has the same batch. Therefore CheckFailed 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,29 @@ def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: 
         )
 
 
+def check_table(batch: Batch, number: int, metrics: Mapping[str, float]) -> None:
+    """Check mean, best and spread of the accuracies of a validation, computed again from its samples.
+
+    number: samples per prompt.
+    """
+    of_prompts: dict[str, dict[int, list[float]]] = {}
+    for group, outcome in zip(batch.groups.tolist(), batch.outcomes.tolist()):
+        own = of_prompts.setdefault(batch.prompts[group].data_source, {})
+        own.setdefault(group, []).append(outcome)
+    for source, groups in of_prompts.items():
+        statistics: dict[str, Callable[..., Any]] = {f"mean@{number}": np.mean, f"std@{number}": np.std}
+        statistics[f"best@{number}/mean"] = max
+        for name, statistic in statistics.items():
+            value = float(np.mean([statistic(own) for own in groups.values()]))
+            names = (f"{section}/{source}/acc/{name}" for section in ("val-core", "val-aux"))
+            found = next((metrics[key] for key in names if key in metrics), None)
+            if found is not None and not abs(found - value) <= 1e-6 * max(1.0, abs(value)):
+                raise CheckFailed(
+                    f"validation check: acc/{name} of {source} is {found:.6g}, but samples of its prompts "
+                    f"give {value:.6g}: the table mixes samples of different prompts."
+                )
+
+
 def check_held_out(prompts: Sequence[Prompt], files: Sequence[str]) -> None:
     """Check that the prompts of a validation are different rows of the files of `data.val`."""
     known, seen = {str(Path(file)) for file in files}, set()
@@ -148,12 +171,13 @@ def check_sides(batch: Batch, rows: Sequence[Any]) -> None:
 
 
 def check_endings(
-    batch: Batch, *, max_tokens: int | None, stop_ids: Collection[int], ends_at_text: bool
+    batch: Batch, *, max_tokens: int | None, limit: int, stop_ids: Collection[int], ends_at_text: bool
 ) -> None:
     """Check that every response ends at its first stop token, or is truncated at the length limit.
 
-    max_tokens: length limit; None if samples may have different limits. ends_at_text: whether the engine may
-    also stop at stop strings. Responses with environments are not checked, because their budgets differ.
+    max_tokens: length of truncated responses; None if samples may have different limits, of at most `limit`.
+    ends_at_text: whether the engine may also stop at stop strings.
+    Responses with environments are not checked, because their budgets differ.
     """
     if batch.turns is not None or not len(batch):
         return
@@ -168,6 +192,7 @@ def check_endings(
         f"is truncated by its label, but not at rollout.max_response_tokens={max_tokens}": batch.truncated
         & (lengths != (lengths if max_tokens is None else max_tokens)),
         "continues after a stop token": counts > ended.long(),
+        f"is longer than rollout.max_response_tokens={limit}": lengths > limit,
     }
     for problem, found in problems.items():
         if found.any():
@@ -232,18 +257,61 @@ def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:
         )
 
 
-def check_informative(batch: Batch) -> None:
-    """Check that the samples of each group do not all have the same score, as dynamic sampling promises."""
+def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
+    """Raise CheckFailed if a token counts that `rollout_correction.reject` leaves out.
+
+    Samples are compared only with one criterion, because another one may have left out their tokens.
+    """
+    if batch.rollout_logprobs is None or not correction.rejections:
+        return
+    if batch.old_logprobs is None:
+        raise CheckFailed(
+            "rejection check: the update begins without old_logprobs, so rollout_correction.reject="
+            f"{correction.reject} has left out no token."
+        )
+    counted, ratio = batch.mask > 0, batch.rollout_logprobs - batch.old_logprobs
+    for criterion in correction.rejections:
+        found = {"k1": ratio, "k2": ratio.square() / 2, "k3": torch.expm1(-ratio) + ratio}[
+            criterion.statistic
+        ]
+        found = torch.where(counted, found, 0.0).double()
+        if criterion.level == "sequence":
+            number = segment_sum(counted.double(), batch.lengths).clamp(min=1)
+            found = (segment_sum(found, batch.lengths) / number).repeat_interleave(batch.lengths)
+        slack = RATIO_ERROR * found.abs()
+        wrong = counted & ((found < criterion.low - slack) | (found > criterion.high + slack))
+        if wrong.any() and (criterion.level == "token" or len(correction.rejections) == 1):
+            token = int(wrong.nonzero()[0])
+            raise CheckFailed(
+                f"rejection check: {int(wrong.sum())} of {int(counted.sum())} tokens count, the first with "
+                f"{criterion.name}={float(found[token]):.4g}, outside of the bounds {criterion.low:g} to "
+                f"{criterion.high:g} of rollout_correction.reject."
+            )
+
+
+def check_informative(batch: Batch, everything: Batch | None, wanted: int) -> None:
+    """Check that dynamic sampling has kept the first groups whose samples have different scores.
+
+    everything: all groups of the step's rounds; None if unknown. wanted: data.prompts_per_step.
+    """
     if batch.scores is None or not len(batch):
         return
-    size = int(batch.groups.max()) + 1
-    least, most = (
-        torch.zeros(size).scatter_reduce(0, batch.groups, batch.scores, how, include_self=False)
-        for how in ("amin", "amax")
-    )
-    if (equal := batch.groups.bincount().bool() & (least == most)).any():
-        group = int(equal.nonzero()[0])
+
+    def ranges(batch: Batch) -> list[tuple[int, bool]]:
+        scores = batch.column("scores")
+        groups = [(group, scores[batch.groups == group]) for group in batch.groups.unique().tolist()]
+        return [(batch.prompts[group].index, bool((own != own[0]).any())) for group, own in groups]
+
+    kept = ranges(batch)
+    if equal := [index for index, differs in kept if not differs]:
         raise CheckFailed(
-            f"group check: all samples of group {group} have the score {float(least[group]):g}, but dynamic "
-            "sampling keeps only groups whose samples have different scores."
+            f"group check: all samples of prompt {equal[0]} have the same score, but dynamic sampling keeps "
+            "only groups whose samples have different scores."
         )
+    if everything is not None and everything.scores is not None:
+        expected = [index for index, differs in ranges(everything) if differs][:wanted]
+        if (found := [index for index, _ in kept]) != expected:
+            raise CheckFailed(
+                f"group check: dynamic sampling kept the groups of the prompts {found[:8]}, but the first "
+                f"with different scores are those of {expected[:8]}: groups were selected by other numbers."
+            )

@@ -19,10 +19,12 @@ from rl.checks.batches import (
     check_held_out,
     check_informative,
     check_order,
+    check_rejections,
     check_seeds,
 )
 from rl.checks.causes import cause_of
 from rl.checks.entropy import ENTROPY_SLACK, DrawnEntropy
+from rl.checks.head import check_head
 from rl.checks.logprobs import (
     FP8_FACTOR,
     check_engine,
@@ -32,12 +34,14 @@ from rl.checks.logprobs import (
     present_tokens,
     rounding_limit,
 )
+from rl.checks.objective import check_loss
+from rl.checks.precision import check_columns, check_precision
 from rl.checks.reference import ReferencePass
 from rl.checks.rounding import RoundingNoise
-from rl.checks.sampling import check_sampling
+from rl.checks.sampling import check_sampling, check_uniforms
 from rl.checks.slope import SlopeCheck
 from rl.checks.staleness import check_staleness
-from rl.checks.updates import LearningRates, UpdateChecks, WrongLearningRate, check_coverage
+from rl.checks.updates import UpdateChecks, WrongLearningRate, check_coverage, expected_rate
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch
@@ -86,7 +90,8 @@ class Checks:
             self.noise = RoundingNoise(policy.grid.micro_batch_multiple, slack * coarser)
         self.start: StartState | None = None
         """State at the start of the run; None if the run keeps no checkpoints."""
-        self.rates = LearningRates()
+        self.everything: Batch | None = None
+        """All samples of the step, with scores, if an algorithm learns from only some of them."""
         self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)
         # Whether samples enter the batch because of their results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
@@ -94,11 +99,12 @@ class Checks:
         """Those of the policy's last step in this start."""
         self._has_moved = False
         """Whether an earlier step of this start has moved the policy's weights."""
-        self._slope = SlopeCheck(policy)
+        self._slopes: dict[str, SlopeCheck] = {}
         self._entropy = DrawnEntropy(weights.hf["vocab_size"])
         self._references: dict[TrainingEngine, ReferencePass] = {}
+        check_uniforms()
         self._checked_losses: set[str] = set()
-        """Losses whose gradient was checked already in this process (`rl.checks.objective`)."""
+        """Models whose loss was compared already in this process (`rl.checks.objective`)."""
 
     def generated(self, batch: Batch, *, limits_vary: bool) -> None:
         """Check groups, endings, sampling parameters and seeds of the policy's samples.
@@ -140,6 +146,7 @@ class Checks:
         check_endings(
             batch,
             max_tokens=None if limits_vary else rollout.max_response_tokens,
+            limit=rollout.max_response_tokens,
             stop_ids=self._end_ids | set(rollout.stop_token_ids),
             ends_at_text=bool(rollout.stop),
         )
@@ -196,23 +203,25 @@ class Checks:
         the mini-batches. is_first, size: see `UpdateChecks`.
         """
         check_digests(batch)
+        check_columns(batch)
+        check_rejections(batch, self._config.rollout_correction)
         check_coverage(batch, [[i for rank in plan for micro in rank for i in micro] for plan in plans])
-        self._check_schedule(name, model, schedule)
-        self.rates.check(name, schedule, step)
+        self._check_schedule(name, model, schedule, step)
         columns = {"policy": batch.ref_logprobs, "implicit_reward": batch.extra.get("implicit_ref_logprobs")}
         if (logprobs := columns.get(name)) is not None:
             self.reference_of(model).check(batch, logprobs)
-        if name == "policy":
-            self._objective(batch, loss)
-            self._slope.check(batch, plans[0], noise=None if self.noise is None else self.noise.noise)
-        updates = UpdateChecks(model, batch, self.rates, schedule, step=step, is_first=is_first, size=size)
+        self._objective(name, model, batch, loss)
+        if (slope := self._slopes.get(name)) is None:
+            slope = self._slopes[name] = SlopeCheck(model, "values" if name == "critic" else "logprobs")
+        slope.check(batch, plans[0], noise=self.noise.noise if self.noise and name == "policy" else None)
+        updates = UpdateChecks(model, batch, schedule, step=step, is_first=is_first, size=size)
         if name == "policy":
             self._has_moved |= self._updates is not None and self._updates.has_moved
             self._updates = updates
         return updates
 
-    def _check_schedule(self, name: str, model: TrainingEngine, schedule: RateSchedule) -> None:
-        """Raise WrongLearningRate if a model learns by another model's schedule or optimizer section."""
+    def _check_schedule(self, name: str, model: TrainingEngine, schedule: RateSchedule, step: int) -> None:
+        """Raise WrongLearningRate if a model has another rate or optimizer than its section of the config."""
         config = self._config
         sections = {
             "policy": config.training.optimizer,
@@ -221,11 +230,15 @@ class Checks:
         }
         own = sections.get(name, schedule.optimizer)
         warmup = config.critic.warmup_steps if name == "policy" else 0
-        expected = RateSchedule(own, config.run.max_steps, warmup)
-        if schedule != expected or model.spec.optimizer != own:
+        expected = expected_rate(own, step - warmup, config.run.max_steps - warmup)
+        found = schedule.rate(step)
+        is_equal = math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-9 * own.lr)
+        if not is_equal or model.spec.optimizer != own:
             raise WrongLearningRate(
-                f"the {name} learns by {schedule} with the optimizer {model.spec.optimizer}, but the config "
-                f"gives {expected}: the schedule or the optimizer is that of another model."
+                f"the schedule gives the {name} the learning rate {found:g} in step {step} of "
+                f"{config.run.max_steps}, with the optimizer {model.spec.optimizer}, but the config gives "
+                f"{expected:g}, with {own}: the schedule restarted, advances twice, decays over other steps, "
+                "or is another model's."
             )
 
     def reference_of(self, model: TrainingEngine) -> ReferencePass:
@@ -288,18 +301,23 @@ class Checks:
             self._entropy.check(batch, entropy, counted, slack=self._engine_limit / ENTROPY_SLACK)
         return found
 
-    def _objective(self, batch: Batch, loss: Loss) -> None:
-        """Check the advantages of a shipped algorithm, and, once after each start of the run, the gradient of
-        the loss.
+    def _objective(self, name: str, model: TrainingEngine, batch: Batch, loss: Loss) -> None:
+        """Check the advantages of a shipped algorithm, and, once after each start, loss, head and precision.
 
         Advantages of a user's algorithm are not compared, because it may define them in any way.
         """
         config = self._config
         estimator, _ = config.objective.chosen
-        if estimator is not None and config.algorithm in shipped():
+        if name == "policy" and estimator is not None and config.algorithm in shipped():
             check_advantages(batch, config)
             if "dynamic_sampling" in algorithm_of(config).needs:
-                check_informative(batch)
-        if loss.check is not None and config.objective.loss not in self._checked_losses:
-            self._checked_losses.add(config.objective.loss)
-            loss.check()
+                check_informative(batch, self.everything, config.data.prompts_per_step)
+        if name not in self._checked_losses:
+            self._checked_losses.add(name)
+            check_precision(name, model)
+            if name != "critic":
+                check_head(model)
+            if loss.check is not None:
+                loss.check()
+            else:
+                check_loss(config.algorithm if name == "policy" else name, loss, config)

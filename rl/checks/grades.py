@@ -5,7 +5,7 @@ belongs to the arguments that a rank sent. These checks show that the arguments 
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,15 @@ from rl.data.reading import FileRow, read_row, row_bytes
 from rl.data.rendering import check_rendering
 from rl.data.special_tokens import special_ids
 from rl.faults.agreement import fail_together
-from rl.rewards.pool.pool import ScoringPool
 from rl.rewards.score import Score, digest, sealed
-from rl.runtime.collectives import gather_objects
 
 TOLERANCE = 1e-6
 """Rounding of a score in float32, relative to its size and that of its parts."""
-REPEATS = 8
-"""Calls on each of two ranks by which a function that returns other scores for equal arguments is told from
-one whose workers differ between ranks."""
 NUM_COMPARED = 8
 """Samples of each rank and step whose arguments are rendered again, if their rows are cheap to read."""
 READ_BYTES = 8 << 20
 """Mean number of bytes of files that a rank decodes in a step for these comparisons, some 20 ms. For example,
 rows of a row group of 200 MB are compared in every 12th step."""
-
-
-Answers = dict[int, tuple[dict, Score]]
-"""Sample -> the arguments that were sent for it, and the answer."""
 
 
 def calls_of(plan: RewardPlan, sample: Mapping[str, Any]) -> list[tuple[str, float, Mapping[str, Any]]]:
@@ -58,69 +49,31 @@ class Grades:
         tokenizer: PreTrainedTokenizerBase,
         kept: Collection[int],
         plan: RewardPlan | None,
-        pool: ScoringPool,
     ):
-        self._config, self._plan, self._pool = config.reward, plan, pool
+        self._config, self._plan = config.reward, plan
         self._arguments = Arguments(config.data, tokenizer, kept)
-        self._answers: Answers = {}
-        self._again: Answers = {}
-        self._is_repeatable = True
-        """Whether the reward function has returned equal scores for equal arguments so far."""
+        self.answers: dict[int, tuple[dict, Score]] = {}
+        """This rank's sample -> the arguments that were sent for it, and the answer."""
 
-    def again(self, batch: Batch, theirs: list[int]) -> dict[int, dict]:
-        """Return the arguments, rendered again, for one sample that this rank grades again.
-
-        theirs: the samples that the next rank scores. Empty if there are none, or if the function is random.
-        """
-        chosen = theirs[batch.fingerprint % len(theirs) :][:1] if theirs and self._is_repeatable else []
-        chosen = [sample for sample in chosen if self._arguments.affords(batch, sample)]
-        return {sample: self._arguments.of(batch, sample) for sample in chosen}
-
-    def record(self, answers: Answers, again: Answers) -> None:
-        """Store the answers for this rank's samples, and for the result of `again`."""
-        self._answers, self._again = answers, again
-
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: Batch, found: Sequence[str | None] | None = None) -> None:
         """Raise CheckFailed unless the batch has the scores that the workers returned for its samples.
 
-        Also raises it if a worker got other arguments than those of the sample's row and response, or if
-        another rank's workers return another score for the same arguments. Collective over the world.
+        Also raises it if a worker got other arguments than those of the sample's row and response. Collective
+        over the world.
+
+        found: the answer found in each response, in the order of the batch; None if there are none.
         """
         whole = batch.merge_rows()
         with fail_together():
-            for sample, (given, score) in self._answers.items():
+            for sample, (given, score) in self.answers.items():
                 self._check_answer(whole, sample, given, score)
-            self._arguments.check(whole, {sample: given for sample, (given, _) in self._answers.items()})
-        differing = [
-            (sample, score.values["score"])
-            for sample, (_, score) in self._again.items()
-            if not score.values["failed"] and not self._is_filed(whole, sample, score)
-        ]
-        suspects = [pair for pairs in gather_objects(differing) for pair in pairs]
-        if not suspects:
-            return
-        known = self._answers | {-1 - sample: pair for sample, pair in self._again.items()}
-        steady = {
-            place for sample, _ in suspects for place in (sample, -1 - sample) if self._repeats(known, place)
-        }
-        everyone = set().union(*gather_objects(steady))
-        for sample, value in suspects:
-            if {sample, -1 - sample} <= everyone:
-                filed = float(whole.column("scores")[sample])
-                raise CheckFailed(
-                    f"score check: {place(whole, sample)} has the score {filed:.4g}, but with the text of "
-                    "its row and all of its response ids another rank's worker returns "
-                    f"{value:.4g}, each time: the workers of the ranks have other functions or another state."
-                )
-        self._is_repeatable = False
-
-    def _repeats(self, known: dict[int, tuple[dict, Score]], place: int) -> bool:
-        """Return whether this rank has scored a sample and its function returns the same score each time."""
-        if place not in known:
-            return False
-        sample, score = known[place]
-        again = self._pool.score([sample] * REPEATS, logs=False)
-        return all(each.values == score.values for each in again)
+                if found is not None and batch.trajectories is None and found[sample] != score.prediction:
+                    raise CheckFailed(
+                        f"score check: {place(whole, sample)} has the answer {found[sample]!r:.80}, but the "
+                        f"worker found {score.prediction!r:.80}: answers are in another order than samples, "
+                        "so the majority vote would count those of other prompts."
+                    )
+            self._arguments.check(whole, {sample: given for sample, (given, _) in self.answers.items()})
 
     def _check_answer(self, batch: Batch, sample: int, given: dict, score: Score) -> None:
         """Raise CheckFailed unless the score was computed from these arguments, and is in the batch."""

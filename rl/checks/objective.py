@@ -1,207 +1,340 @@
-"""Checks the gradient of the configured loss at points where theory predicts it.
+"""Compares each loss, its value and its gradient, with its formula, which is written again here.
 
-Once after each start of a run, before the first update, the gradient of the policy-gradient loss with respect
-to the log-probs is computed on a few tokens. It must have these properties:
-
-    ratio 1       it increases the log-probs of tokens with positive advantage, and no others; masked tokens
-                  have none
-    other ratios  at equal ratios r within the clip range the gradient is r times the gradient at ratio 1, for
-                  losses of samples too (PROPORTIONAL); for the losses in OTHERWISE it differs from the
-                  gradient at ratio 1; for the losses in CLIPPED the gradient beyond the clip range and
-                  beyond the dual clip is that of the formula
-    KL term       the loss changes by kl_coef * KL with the formula of the estimator, and counts it once
-    entropy       the bonus increases the entropy of the counted tokens only
-
-Everything is computed in float64, so that small terms keep enough digits. For example, a KL term that is a
-millionth of the entropy bonus keeps four digits.
+Once after each start, before the first update of a model, the loss that the model learns by is computed in
+float64 for random tokens: ratios near and far from 1, advantages of both signs, masked tokens, and the
+denominators of a mini-batch that is larger than the micro-batch. FORMULAS has the same loss in plain torch.
+Losses of users' files, and fipo, have no formula here.
 """
 
-import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rl.checks.batches import CheckFailed
 from rl.config.schema import Config
-from rl.data.batch import LOSS_COLUMNS
-from rl.training.loss import LossFunction, Totals
+from rl.training.loss import Loss, LossFunction, Totals
 from rl.training.packing import MicroBatch
 
-DIVERGENCES = {"k1": lambda d: d, "abs": abs, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
-"""Estimators of the KL divergence at ratio 1, as functions of log pi - log pi_ref."""
-PROPORTIONAL = {"cispo", "clip-cov", "dppo-kl", "dppo-tv", "gmpo", "gspo", "kl-cov", "luspo", "ppo"}
-"""Losses whose gradient, within the clip range, is proportional to the ratio of the token or of the
-sample."""
-CLIPPED = {"cispo", "gspo", "ppo"}
-"""Losses whose gradient beyond the clip range is known (`_factor`)."""
-OTHERWISE = {"dro", "fipo", "sapo", "vespo"}
-"""Losses whose gradient depends on the ratio in another way."""
-OPTIONAL = ("loss_weights", "sample_weights", "trajectory_tokens")
-"""Columns that change the loss if a batch has them."""
-LENGTHS = (3, 2, 4)
-"""Number of tokens of each sample. The second and the last of all tokens are masked."""
+LENGTHS = (3, 2, 4, 1) * 10
+"""Number of tokens of each sample. The second of each ten tokens is masked."""
+SCALES = (0.0, 3e-4, 0.1, 0.5, 1.5)
+"""Standard deviations of the log-ratios of a sample; one of them for each sample."""
+KL = 0.3
+"""KTO's estimate of the divergence."""
+TOLERANCE = 1e-6
+"""Maximum relative difference of values and gradients."""
 
 
-def check_objective(loss: LossFunction, config: Config) -> None:
-    """Raise CheckFailed if the gradient of the loss is not the gradient of the configured objective."""
-    goal = config.objective
-    advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
-    on_policy = ObjectivePoint(loss, config, advantages=advantages)
-    counted = on_policy.mask > 0
-    problem = ""
-    if on_policy.slope[~counted].any() or (on_policy.entropy_slope is not None and on_policy.leaks_entropy):
-        problem = "masked tokens, such as tool output, have a gradient"
-    elif goal.kl_estimator in ("k2", "k3", "k1+", "k3+", "k3-weighted") or not goal.kl_coef:
-        raised = on_policy.slope < 0  # a loss may ignore negative advantages
-        if not (raised == (advantages > 0))[counted].all():
-            problem = "at ratio 1 it does not raise the log-probs of tokens with positive advantage only"
-    problem = problem or _problem_of_ratios(loss, config, advantages)
-    if not problem and goal.kl_coef:
-        problem = _problem_of_kl(loss, config)
-    if not problem and goal.entropy_coef:
-        assert on_policy.entropy_slope is not None
-        if not (on_policy.entropy_slope * goal.entropy_coef < 0)[counted].all():
-            problem = "objective.entropy_coef does not raise the entropy"
-    if problem:
-        raise CheckFailed(
-            f"objective check: objective.loss={goal.loss}, aggregation={goal.aggregation}: {problem}. The "
-            "loss differs from its formula, see docs/algorithms.md."
+class LossPoint:
+    """Random outputs and columns of a micro-batch. `p.name` is a column or an output, float64 [T].
+
+    scale: factor of the advantages.
+    """
+
+    def __init__(self, config: Config, scale: float = 1.0) -> None:
+        generator = torch.Generator().manual_seed(7)
+        lengths, size = torch.tensor(LENGTHS), sum(LENGTHS)
+        rand = torch.rand(6, size, generator=generator, dtype=torch.float64)
+        randn = torch.randn(5, size, generator=generator, dtype=torch.float64)
+        spread = torch.tensor(SCALES, dtype=torch.float64).repeat(len(LENGTHS))[: len(LENGTHS)]
+        self.config, self.goal, self.lengths = config, config.objective, lengths
+        self.mask = torch.ones(size, dtype=torch.float64)
+        self.mask[1::10] = 0.0
+        self.counts = self.of_samples(self.mask)
+        logprobs = -0.2 - 3 * rand[0]
+        of_sample = torch.randn(2, len(LENGTHS), generator=generator, dtype=torch.float64)
+        self.columns = dict(
+            mask=self.mask,
+            advantages=scale * of_sample[0].repeat_interleave(lengths),
+            old_logprobs=(logprobs - randn[1] * spread.repeat_interleave(lengths)).clamp(max=-0.05),
+            ref_logprobs=logprobs - 0.4 * randn[2],
+            implicit_ref_logprobs=logprobs - 0.4 * randn[3],
+            # With objective.top_entropy only selected tokens count, so the check leaves it out.
+            selected_tokens=(rand[1] < 0.3).double(),
+            old_values=rand[2],
+            returns=rand[3],
+        )
+        self.columns["rollout_logprobs"] = self.columns["old_logprobs"]
+        self.labels = (of_sample[1] > 0).double()
+        self.outputs = dict(
+            logprobs=logprobs,
+            entropy=1 + rand[4],
+            values=self.columns["old_values"] + 0.3 * randn[4],
+            divergence=rand[5],
+        )
+        self.outputs = {name: x.requires_grad_() for name, x in self.outputs.items()}
+        whole = dict(num_tokens=float(self.counts.sum()), num_samples=float(len(LENGTHS)))
+        self.totals = Totals(**{name: n + 7 for name, n in whole.items()}, num_units=len(LENGTHS) / 2 + 3)
+
+    def __getattr__(self, name: str) -> Tensor:
+        return {**self.columns, **self.outputs}[name]
+
+    def of_samples(self, x: Tensor) -> Tensor:
+        """Return the sum of the unmasked tokens of each sample, [B]."""
+        return torch.stack([part.sum() for part in (x * self.mask).split(LENGTHS)])
+
+    def per_token(self, x: Tensor) -> Tensor:
+        return x.repeat_interleave(self.lengths)
+
+    def means(self) -> Tensor:
+        """Return the mean log-prob of each sample, [B]."""
+        return self.of_samples(self.logprobs) / self.counts.clamp(min=1)
+
+    def log_ratios(self, reference: str) -> Tensor:
+        """Return the log-ratio of each sample, [B]; 0 for samples that have no unmasked token."""
+        return self.of_samples(self.logprobs - getattr(self, reference))
+
+    def option(self, name: str) -> Any:
+        return self.goal.kwargs.get(name, getattr(self.goal, name, None))
+
+    def mean(self, of_tokens: Tensor, mode: str) -> Tensor:
+        """Return the mean that `objective.aggregation` defines."""
+        tokens, samples = self.totals.num_tokens, self.totals.num_samples
+        weights: dict[str, float | Tensor] = {
+            "token-mean": 1 / tokens,
+            "token-sum": 1.0,
+            "seq-mean-token-sum": 1 / samples,
+            "seq-mean-token-mean": 1 / samples / self.per_token(self.counts).clamp(min=1),
+            "seq-mean-token-sum-norm": 1 / samples / self.config.rollout.max_response_tokens,
+        }
+        return (of_tokens * self.mask * weights[mode]).sum()
+
+    def micro_batch(self) -> MicroBatch:
+        none = torch.zeros(0, dtype=torch.int64)
+        return MicroBatch(
+            samples=list(range(len(LENGTHS))),
+            tokens=none[None],
+            position_ids=none[None],
+            bounds=none,
+            attention=None,  # type: ignore[arg-type]  # losses do not read it
+            predict_at=none,
+            targets=torch.zeros(sum(LENGTHS), dtype=torch.int64),
+            lengths=self.lengths,
+            column_index=torch.arange(sum(LENGTHS)),
+            columns=self.columns,
+            sample_columns={"labels": self.labels},
+            outputs=self.outputs | {"sum_p_squared": torch.full_like(self.mask, 0.3)},
         )
 
 
-class ObjectivePoint:
-    """The loss and its gradient at one micro-batch of three samples. The ratios are 1 unless others are
-    given."""
+def check_loss(name: str, loss: LossFunction, config: Config) -> None:
+    """Raise CheckFailed if value or gradient of a loss is not that of its formula.
 
-    def __init__(
-        self,
-        loss: LossFunction,
-        config: Config,
-        *,
-        advantages: Tensor,
-        ratios: Tensor | None = None,
-        above_reference: float = 0.0,
+    name: the loss, by a name of FORMULAS. Losses without a formula are not compared.
+    """
+    if (formula := FORMULAS.get(name)) is None:
+        return
+    if name == "kto":
+        loss = Loss.of(loss).given(kl=KL)
+    # With advantages of 0, the gradients of a small KL term stand alone.
+    if problem := _problem(LossPoint(config), loss, formula) or _problem(
+        LossPoint(config, 0.0), loss, formula
     ):
-        size = sum(LENGTHS)
-        old = -torch.linspace(0.5, 3.0, size, dtype=torch.float64)
-        self.mask = torch.ones_like(old)
-        self.mask[[1, -1]] = 0.0
-        logprobs = (old.clone() if ratios is None else old + ratios.log()).requires_grad_()
-        entropy = torch.full_like(old, 1.5).requires_grad_()
-        micro = _micro_batch(
-            {name: torch.zeros_like(old) for name in LOSS_COLUMNS if name not in OPTIONAL}
-            | dict(
-                advantages=advantages,
-                mask=self.mask,
-                old_logprobs=old,
-                rollout_logprobs=old,
-                ref_logprobs=logprobs.detach() - above_reference,
-                # objective.top_entropy keeps only selected tokens, so all are selected. Other losses treat
-                # selected tokens differently, so none is selected.
-                selected_tokens=torch.full_like(old, float(config.objective.top_entropy < 1)),
-            )
+        raise CheckFailed(
+            f"objective check: objective.loss={config.objective.loss}, "
+            f"aggregation={config.objective.aggregation}: the loss {name} differs from its formula: "
+            f"{problem}, see docs/algorithms.md."
         )
-        micro.outputs |= dict(logprobs=logprobs, entropy=entropy, sum_p_squared=torch.full_like(old, 0.3))
-        counts = [float(part.sum()) for part in self.mask.split(LENGTHS)]
-        totals = Totals(num_tokens=sum(counts), num_samples=len(counts), num_units=len(counts))
-        with torch.enable_grad():
-            value, _ = loss(micro, totals)
-            slope, entropy_slope = torch.autograd.grad(value, (logprobs, entropy), allow_unused=True)
-        self.value = float(value.detach())
-        self.slope = torch.zeros_like(old) if slope is None else slope
-        self.entropy_slope = entropy_slope
-
-    @property
-    def leaks_entropy(self) -> bool:
-        assert self.entropy_slope is not None
-        return bool(self.entropy_slope[self.mask == 0].any())
 
 
-def _micro_batch(columns: dict[str, Tensor]) -> MicroBatch:
-    none = torch.zeros(0, dtype=torch.int64)
-    return MicroBatch(
-        samples=list(range(len(LENGTHS))),
-        tokens=none[None],
-        position_ids=none[None],
-        bounds=none,
-        attention=None,  # type: ignore[arg-type]  # losses do not read it
-        predict_at=none,
-        targets=torch.zeros(sum(LENGTHS), dtype=torch.int64),
-        lengths=torch.tensor(LENGTHS),
-        column_index=torch.arange(sum(LENGTHS)),
-        columns=columns,
+def _problem(p: LossPoint, loss: LossFunction, formula: Callable[[LossPoint], Tensor]) -> str:
+    with torch.enable_grad():
+        values = loss(p.micro_batch(), p.totals)[0], formula(p)
+        slopes = [torch.autograd.grad(v, list(p.outputs.values()), allow_unused=True) for v in values]
+    problems = [_differs(p, *pair) for pair in zip(p.outputs, *slopes)]
+    found, expected = (float(v.detach()) for v in values)
+    if abs(found - expected) > TOLERANCE * max(1e-3, abs(expected)):
+        problems.append(f"its value is {found:.6g} instead of {expected:.6g}")
+    return next(filter(None, problems), "")
+
+
+def _differs(p: LossPoint, output: str, found: Tensor | None, expected: Tensor | None) -> str:
+    """Return a text about the first token at which two gradients for an output differ; "" if none does."""
+    found, expected = (torch.zeros_like(p.mask) if x is None else x for x in (found, expected))
+    wrong = (found - expected).abs() > TOLERANCE * torch.maximum(expected.abs(), expected.abs().max() / 1e3)
+    if not wrong.any():
+        return ""
+    if wrong[p.mask == 0].any():
+        return "masked tokens, such as tool output, have a gradient"
+    token = int(wrong.nonzero()[0])
+    ratio = float((p.logprobs - p.old_logprobs)[token].detach().exp())
+    low, high = 1 - p.goal.clip_low, 1 + p.goal.clip_high
+    return (
+        f"the gradient for {output} is {float(found[token]):.4g} instead of {float(expected[token]):.4g} at "
+        f"a token with advantage {float(p.advantages[token]):.3g} and ratio {ratio:.4g}, "
+        f"{'within' if low <= ratio <= high else 'beyond'} the clip range {low:g} to {high:g}"
     )
 
 
-def total_weight(config: Config) -> float:
-    """Return the sum of the weights that `objective.aggregation` gives the tokens of an `ObjectivePoint`."""
-    tokens, samples = sum(LENGTHS) - 2, len(LENGTHS)
-    return {
-        "token-mean": 1.0,
-        "token-sum": float(tokens),
-        "seq-mean-token-sum": tokens / samples,
-        "seq-mean-token-mean": 1.0,
-        "seq-mean-token-sum-norm": tokens / samples / config.rollout.max_response_tokens,
-    }[config.objective.aggregation]
+# Losses of single tokens ---------------------------------------------------------------------------------
 
 
-def _problem_of_ratios(loss: LossFunction, config: Config, advantages: Tensor) -> str:
-    goal = config.objective
-    near = 1 + min(goal.clip_low, goal.clip_high) / 2
-    if goal.loss not in PROPORTIONAL | OTHERWISE:
-        return ""
-
-    def slope(ratio: float) -> Tensor:
-        # With advantages of 0, only the KL term, the entropy bonus and other penalties have a gradient.
-        of, penalties = (
-            ObjectivePoint(loss, config, advantages=a, ratios=torch.full_like(a, ratio)).slope
-            for a in (advantages, torch.zeros_like(advantages))
-        )
-        return of - penalties * (goal.loss in PROPORTIONAL)
-
-    at_one, dual = slope(1.0), getattr(goal, "dual_clip", 0.0) or goal.kwargs.get("dual_clip", 0.0)
-    if goal.loss in OTHERWISE:
-        is_equal = near > 1 and torch.equal(slope(near), at_one)
-        return f"at ratio {near:g} its gradient is that at ratio 1" if is_equal else ""
-    ratios = [near] if near > 1 else []
-    if goal.loss in CLIPPED:
-        ratios += [1 + 1.5 * goal.clip_high, 1.5 * max(dual, 1 + goal.clip_high)]
-        ratios += [1 - 1.5 * goal.clip_low] if goal.clip_low < 0.6 else []
-    for ratio in ratios:
-        factors = torch.tensor([_factor(ratio, a, config, dual) for a in advantages.tolist()])
-        error = (slope(ratio) - factors * at_one).abs()
-        if (error > 1e-3 * abs(ratio - 1) * at_one.abs() + 1e-6 * at_one.abs().max()).any():
-            if ratio == near:
-                return f"at ratio {ratio:g} its gradient is not the ratio times that at ratio 1"
-            return (
-                f"at ratio {ratio:g}, beyond the clip range {1 - goal.clip_low:g} to {1 + goal.clip_high:g}, "
-                "its gradient is not that of the formula"
-            )
-    return ""
+def _ratio(p: LossPoint) -> Tensor:
+    return (p.logprobs - p.old_logprobs).exp()
 
 
-def _factor(ratio: float, advantage: float, config: Config, dual: float) -> float:
-    """Return the gradient at a ratio, in units of the gradient at ratio 1."""
-    goal = config.objective
-    low, high = 1 - goal.clip_low, 1 + goal.clip_high
-    if goal.loss == "cispo":
-        return min(max(ratio, low), high)
-    is_cut = ratio > high if advantage > 0 else ratio < low or (goal.loss == "ppo" and dual and ratio > dual)
-    return 0.0 if is_cut and goal.loss in CLIPPED else ratio
+def _of_sample(p: LossPoint) -> Tensor:
+    """Return GSPO's ratio of each token: the sample's geometric mean, with the token's gradient."""
+    mean = p.of_samples(p.logprobs - p.old_logprobs) / p.counts.clamp(min=1)
+    return (p.per_token(mean).detach() + p.logprobs - p.logprobs.detach()).exp()
 
 
-def _problem_of_kl(loss: LossFunction, config: Config) -> str:
-    none, distance = torch.zeros(sum(LENGTHS), dtype=torch.float64), 0.5
-    far, near = (ObjectivePoint(loss, config, advantages=none, above_reference=d) for d in (distance, 0.0))
-    goal = config.objective
-    formula = goal.kl_estimator.removesuffix("+").removesuffix("-weighted")  # at ratio 1
-    expected = goal.kl_coef * DIVERGENCES[formula](distance) * total_weight(config)
-    rounding = 16 * torch.finfo(torch.float64).eps * abs(near.value)  # of the sum
-    if not math.isclose(far.value - near.value, expected, rel_tol=1e-3, abs_tol=rounding):
-        return (
-            f"a policy {distance} nats above its reference changes the loss by {far.value - near.value:.4g} "
-            f"instead of kl_coef * KL = {expected:.4g}"
-        )
-    if not (far.slope > 0)[far.mask > 0].all():
-        return "the KL term does not pull the policy towards the reference"
-    return ""
+def _clipped(p: LossPoint, r: Tensor, dual: float = 0.0) -> Tensor:
+    """Return PPO's loss of each token with the ratio r."""
+    low, high = 1 - p.goal.clip_low, 1 + p.goal.clip_high
+    gains = torch.where(p.advantages > 0, r.clamp(max=high), r.clamp(min=low))
+    if dual:
+        gains = torch.where(p.advantages < 0, gains.clamp(max=max(dual, low)), gains)
+    return -gains * p.advantages
+
+
+def _dppo(p: LossPoint, divergence: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Return DPPO's loss: none where a token has left the trust region in the advantage's direction."""
+    p_new, p_old = p.logprobs.exp(), p.old_logprobs.exp()
+    radius = torch.where(p.advantages > 0, p.goal.clip_high, p.goal.clip_low)
+    leaves = ((p_new - p_old) * p.advantages.sign() > 0) & (divergence(p_new, p_old) > radius)
+    ratio = _ratio(p).clamp(max=p.option("dppo_max_ratio") or 20.0).detach()
+    return torch.where(leaves, 0.0, -ratio * p.advantages * p.logprobs)
+
+
+def _binary_kl(new: Tensor, old: Tensor) -> Tensor:
+    return old * (old / new).log() + (1 - old) * ((1 - old) / (1 - new)).log()
+
+
+def _gmpo(p: LossPoint) -> Tensor:
+    d, sign = p.logprobs - p.old_logprobs, p.advantages.sign()
+    low, high = -p.goal.clip_low, p.goal.clip_high
+    d = torch.where(sign > 0, d.clamp(max=high), d.clamp(min=low))
+    return p.per_token(-(p.of_samples(d) / p.counts.clamp(min=1)).exp()) * p.advantages
+
+
+def _sapo(p: LossPoint) -> Tensor:
+    tau = torch.where(p.advantages > 0, p.option("sapo_tau_positive"), p.option("sapo_tau_negative"))
+    return -p.advantages * 4 / tau * torch.sigmoid(tau * (_ratio(p) - 1))
+
+
+def _vespo(p: LossPoint) -> Tensor:
+    w = p.per_token(p.log_ratios("old_logprobs").exp()).detach()
+    k, decay = (
+        torch.where(p.advantages < 0, p.option(f"vespo_{x}_negative"), p.option(f"vespo_{x}_positive"))
+        for x in ("k", "lambda")
+    )
+    return -(w**k) * (decay * (1 - w)).exp() * p.advantages * p.logprobs
+
+
+def _kl_cov(p: LossPoint) -> Tensor:
+    penalty = p.selected_tokens * p.option("kl_cov_coef") * (p.logprobs - p.old_logprobs).abs()
+    return penalty - _ratio(p) * p.advantages
+
+
+TOKEN_LOSSES: dict[str, Callable[[LossPoint], Tensor]] = {
+    "ppo": lambda p: _clipped(p, _ratio(p), p.option("dual_clip")),
+    "gspo": lambda p: _clipped(p, _of_sample(p)),
+    "luspo": lambda p: _clipped(p, _of_sample(p)),
+    "cispo": lambda p: (
+        -_ratio(p).clamp(1 - p.goal.clip_low, 1 + p.goal.clip_high).detach() * p.advantages * p.logprobs
+    ),
+    "clip-cov": lambda p: (1 - p.selected_tokens) * _clipped(p, _ratio(p)),
+    "kl-cov": _kl_cov,
+    "dppo-tv": lambda p: _dppo(p, lambda new, old: (new - old).abs()),
+    "dppo-kl": lambda p: _dppo(p, _binary_kl),
+    "dro": lambda p: (
+        -p.advantages * p.logprobs + p.option("dro_beta") / 2 * (p.logprobs - p.old_logprobs) ** 2
+    ),
+    "gmpo": _gmpo,
+    "gpg": lambda p: -p.advantages * p.logprobs,
+    "reinforce": lambda p: -p.advantages * p.logprobs,
+    "sapo": _sapo,
+    "vespo": _vespo,
+}
+"""`objective.loss` -> loss of each token, [T]."""
+
+
+def _divergence(p: LossPoint, estimator: str) -> Tensor:
+    """Return the estimate of the divergence from the reference at each token, [T]."""
+    d = p.logprobs - p.ref_logprobs
+    values = {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": (-d).exp() - 1 + d}
+    if estimator in values:
+        return values[estimator]
+    squares = d * d / 2
+    value = values[estimator[:2]].detach() + squares - squares.detach()
+    return value * _ratio(p).detach() if estimator == "k3-weighted" else value
+
+
+def _policy_gradient(p: LossPoint, of_tokens: Tensor) -> Tensor:
+    """Return the loss with the KL term and the entropy bonus of the config."""
+    total = of_tokens - p.goal.entropy_coef * p.entropy
+    if p.goal.kl_coef:
+        total = total + p.goal.kl_coef * _divergence(p, p.goal.kl_estimator)
+    return p.mean(total, p.goal.aggregation)
+
+
+# Losses of whole responses -------------------------------------------------------------------------------
+
+
+def _pairs(p: LossPoint, of_samples: Tensor, loss: str, *, gamma: float = 0.0) -> Tensor:
+    goal, enters = p.config.preference, (p.counts > 0).view(-1, 2).all(1)
+    margin = of_samples[::2] - of_samples[1::2]
+    m = goal.beta * margin - gamma
+    value = {
+        "sigmoid": -(1 - goal.label_smoothing) * F.logsigmoid(m) - goal.label_smoothing * F.logsigmoid(-m),
+        "hinge": F.relu(1 - m),
+        "ipo": (margin - 1 / (2 * goal.beta)) ** 2,
+    }[loss]
+    return (value * enters).sum() / p.totals.num_units
+
+
+def _orpo(p: LossPoint) -> Tensor:
+    q = p.means().exp()
+    odds = q / (1 - q)
+    value = -p.means()[::2] + p.config.preference.beta * (1 + odds[1::2] / odds[::2]).log()
+    return (value * (p.counts > 0).view(-1, 2).all(1)).sum() / p.totals.num_units
+
+
+def _samples(p: LossPoint, value: Tensor) -> Tensor:
+    return (value * (p.counts > 0)).sum() / p.totals.num_samples
+
+
+def _kto(p: LossPoint) -> Tensor:
+    goal, ratios = p.config.preference, p.log_ratios("ref_logprobs")
+    good = goal.desirable_weight * (1 - torch.sigmoid(goal.beta * (ratios - KL)))
+    bad = goal.undesirable_weight * (1 - torch.sigmoid(goal.beta * (KL - ratios)))
+    return _samples(p, torch.where(p.labels > 0, good, bad))
+
+
+def _sppo(p: LossPoint) -> Tensor:
+    return _samples(p, (p.log_ratios("old_logprobs") - (p.labels - 0.5) / p.config.preference.beta) ** 2)
+
+
+def _outcome(p: LossPoint) -> Tensor:
+    z = p.config.implicit_reward.beta * p.log_ratios("implicit_ref_logprobs")
+    return _samples(p, -p.labels * F.logsigmoid(z) - (1 - p.labels) * F.logsigmoid(-z))
+
+
+def _value(p: LossPoint) -> Tensor:
+    clip = p.config.critic.value_clip
+    errors = (p.values - p.returns) ** 2
+    if clip:
+        near = torch.minimum(torch.maximum(p.values, p.old_values - clip), p.old_values + clip)
+        errors = torch.maximum(errors, (near - p.returns) ** 2)
+    return p.mean(errors / 2, "token-mean")
+
+
+FORMULAS: dict[str, Callable[[LossPoint], Tensor]] = {
+    **{name: lambda p, f=f: _policy_gradient(p, f(p)) for name, f in TOKEN_LOSSES.items()},  # type: ignore[misc]
+    "critic": _value,
+    "implicit_reward": _outcome,
+    "sft": lambda p: p.mean(-p.logprobs, "token-mean"),
+    "distill": lambda p: p.mean(p.divergence, p.goal.aggregation),
+    "dpo": lambda p: _pairs(p, p.log_ratios("ref_logprobs"), p.config.preference.loss),
+    "spin": lambda p: _pairs(p, p.log_ratios("old_logprobs"), p.config.preference.loss),
+    "simpo": lambda p: _pairs(p, p.means(), "sigmoid", gamma=p.config.preference.gamma),
+    "orpo": _orpo,
+    "kto": _kto,
+    "sppo": _sppo,
+}
+"""Loss -> its formula. A policy gradient has the name of `objective.loss`, the loss of another algorithm the
+algorithm's name, and the loss of another model the model's name."""

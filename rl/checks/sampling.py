@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import numpy as np
+
 from rl.checks.batches import CheckFailed, place
 from rl.config.schema import Config
 from rl.data.batch import Batch
+from rl.rollout.inversion import uniforms
 from rl.rollout.sampling import PARAMETERS, parameters_code
 
 SMALLEST_TEMPERATURE = 0.01
@@ -25,6 +28,18 @@ def expected_parameters(config: Config, purpose: str) -> dict[str, Any]:
     if not found["temperature"]:
         return {name: value for name, value in found.items() if name not in ("top_p", "top_k", "min_p")}
     return found | {"temperature": max(found["temperature"], SMALLEST_TEMPERATURE)}
+
+
+def check_uniforms() -> None:
+    """Raise CheckFailed if two tokens of a sample, or two samples, get the same random number."""
+    seeds, positions = (index.ravel() for index in np.indices((16, 32)))
+    found = uniforms(seeds.astype(np.uint64), positions)
+    if len(np.unique(found)) < len(found) or abs(found.mean() - 0.5) > 0.1:
+        raise CheckFailed(
+            f"sampling check: {len(found)} tokens of different samples and positions get only "
+            f"{len(np.unique(found))} random numbers, with the mean {found.mean():.3g}: tokens of a sample, "
+            "or samples, depend on each other."
+        )
 
 
 def check_sampling(batch: Batch, config: Config, purpose: str) -> None:

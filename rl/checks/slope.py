@@ -88,10 +88,13 @@ class Slope:
 
 
 class SlopeCheck:
-    """Compares a model's gradient with changes of its log-probs in the first steps after a start."""
+    """Compares a model's gradient with changes of its log-probs or values in the first steps after a start.
 
-    def __init__(self, model: TrainingEngine):
-        self._model, self._slopes = model, list[Slope]()
+    output: "logprobs", or "values" of a critic.
+    """
+
+    def __init__(self, model: TrainingEngine, output: str = "logprobs"):
+        self._model, self._output, self._slopes = model, output, list[Slope]()
 
     @cached_property
     def _weights(self) -> list[Weight]:
@@ -131,11 +134,17 @@ class SlopeCheck:
     ) -> None:
         """Measure along the next directions. count: number of counted tokens of the plan."""
         model, dtype = self._model, self._model.weight_map.dtype
-        mean = _mean_logprob(model, batch, few, count)  # and the routers choose
+        output = self._output
+        mean = _mean_output(model, batch, few, count, output)  # and the routers choose
         # The rounding error of log-probs is in proportion to their size.
         error = 2 * noise if noise else GAP * max(1.0, abs(mean)) * rounding_limit(model.weight_map.hf, dtype)
         error *= math.sqrt(2 / min(count, INDEPENDENT))
-        parts = model.gradients(batch, few, partial(_mean, mask=batch.mask, count=count), self._weights)
+        loss = partial(_mean, mask=batch.mask, count=count, output=output)
+        parts = model.gradients(batch, few, loss, self._weights, output)
+        own = torch.zeros(1, dtype=torch.float64)
+        own[0] = sum(float(part[1].abs().sum()) for part in parts if part[1] is not None)
+        if not sum_over_world(own, model.device.torch):  # for example, a new value head is 0
+            return
         for place, seed in DIRECTIONS[len(self._slopes) :][:number]:
             parameter, gradient, share = parts[place]
             signs = None if parameter is None else _signs(parameter, gradient, seed)
@@ -145,7 +154,7 @@ class SlopeCheck:
                 means, ends = [], []
                 for sign in (half, -half):
                     with _moved(parameter, signs, sign * step) as value:
-                        means.append(_mean_logprob(model, batch, few, count))
+                        means.append(_mean_output(model, batch, few, count, output))
                         ends.append(value)
                 changes.append((means[0] - means[1]) / 2 / half)
             if gradient is not None:
@@ -202,7 +211,8 @@ class SlopeCheck:
                 raise WrongBackward(
                     f"the gradient of the model is not the slope of its log-probs: along "
                     f"{'random signs' if group[0].is_random else 'the signs of its gradient'} in "
-                    f"{' and '.join(dict.fromkeys(s.name for s in group))} the mean log-prob of {count:.0f} "
+                    f"{' and '.join(dict.fromkeys(s.name for s in group))} the mean of the "
+                    f"{self._output} of {count:.0f} "
                     f"tokens changes by {_listed(fine)}, but by {_listed(expected)} according to the "
                     "gradient. The backward pass of a layer, of the experts, of an adapter, of the head, or "
                     "of the communication between the ranks that share a sample (tp, cp, pp) is wrong."
@@ -286,15 +296,18 @@ def _first_tokens(
     return (shortened(batch, chosen, limit) if is_cut else batch), micros
 
 
-def _mean(micro: MicroBatch, *, mask: Tensor, count: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the contribution of this micro-batch to the mean log-prob. mask: mask of the whole batch."""
-    counted = mask[micro.column_index.to(mask.device)].to(micro.logprobs.device) > 0
-    return torch.where(counted, micro.logprobs, 0.0).sum() / count, {}
+def _mean(micro: MicroBatch, *, mask: Tensor, count: float, output: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the contribution of this micro-batch to the mean output. mask: mask of the whole batch."""
+    found = micro.output(output)
+    counted = mask[micro.column_index.to(mask.device)].to(found.device) > 0
+    return torch.where(counted, found, 0.0).sum() / count, {}
 
 
-def _mean_logprob(model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, count: float) -> float:
-    (logprobs,) = model.forward(batch, [plan], ("logprobs",))
-    return float(torch.where(batch.mask > 0, logprobs, 0.0).double().sum()) / count
+def _mean_output(
+    model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, count: float, output: str
+) -> float:
+    (found,) = model.forward(batch, [plan], (output,))
+    return float(torch.where(batch.mask > 0, found, 0.0).double().sum()) / count
 
 
 def _listed(values: Tensor) -> str:

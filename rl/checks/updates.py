@@ -1,15 +1,14 @@
 """Checks the updates of a step: their learning rate, tokens, gradient and effect."""
 
 import math
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rl.checks.batches import CheckFailed
+from rl.config.schema import Optimizer
 from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.training.engine import MicroBatchLoss, TrainingEngine, UpdateResult
@@ -31,10 +30,6 @@ Both are prime. The product of two codes is below 2**28, so float64 sums it exac
 GRADIENT_TOLERANCE = 1e-5
 """Maximum relative difference between the gradient that arrives at the outputs and the gradient of the
 loss."""
-HALVES_TOLERANCE = 1e-4
-"""Maximum distance between the loss of a micro-batch and the sum of the losses of its halves, relative to the
-size of the terms of the loss. A float32 sum of a million terms of random sign has an error of 1000 * eps / 2
-= 6e-5 relative to a term."""
 OLD = {"logprobs": "old_logprobs", "values": "old_values"}
 """Output of a model -> column with the values of this output before the updates of the step."""
 NUM_EQUAL = 32
@@ -55,57 +50,25 @@ class WrongTokens(RuntimeError):
 
 
 class WrongGradient(RuntimeError):
-    """Raised on every rank if the gradient of the loss did not reach the model's outputs unchanged, or if the
-    loss is not a sum over samples."""
+    """Raised on every rank if the gradient of the loss did not reach the model's outputs unchanged."""
 
 
 class WrongLearningRate(RuntimeError):
-    """Raised on every rank if a resumed run's schedule does not continue the checkpoint's schedule."""
+    """Raised on every rank if a model learns with another rate than the config gives for the step."""
 
 
-class LearningRates:
-    """The learning rate of each model's last update, with its step and schedule. It is stored in
-    checkpoints."""
-
-    def __init__(self) -> None:
-        self.last: dict[str, dict[str, Any]] = {}
-        self._present = 0.0
-        """Learning rate of the model that is being updated."""
-
-    def check_used(self, lr: float, step: int) -> None:
-        """Raise WrongLearningRate unless `lr`, which an update used, is the rate of the schedule for the
-        step."""
-        if lr != self._present:
-            raise WrongLearningRate(
-                f"an update of step {step} used the learning rate {lr:g}, but the schedule gives "
-                f"{self._present:g} for that step."
-            )
-
-    def check(self, name: str, schedule: RateSchedule, step: int) -> None:
-        """Record the learning rate of a step. After a resume, first compare the last rate with the schedule.
-
-        Raises CheckFailed if the rate is 0, and WrongLearningRate if the schedule is unchanged but gives
-        another rate for the last step.
-        """
-        optimizer, rate = schedule.optimizer, schedule.rate(step)
-        self._present = rate
-        if rate <= 0 < optimizer.lr:
-            raise CheckFailed(
-                f"learning rate check: {rate} in step {step} of {schedule.last_step}, with "
-                f"optimizer.lr={optimizer.lr} and schedule={optimizer.schedule}."
-            )
-        end = None if optimizer.schedule == "constant" else schedule.last_step
-        key = repr((optimizer, schedule.warmup_steps, end))
-        before = self.last.get(name)
-        self.last[name] = {"step": step, "rate": rate, "schedule": key}
-        if before is None or before["step"] != step - 1 or before["schedule"] != key:
-            return
-        now = schedule.rate(step - 1)
-        if now != before["rate"]:
-            raise WrongLearningRate(
-                f"the learning rate of the {name} was {before['rate']:g} in step {step - 1}, but the same "
-                f"schedule now gives {now:g} for that step: it does not continue where the checkpoint ended."
-            )
+def expected_rate(optimizer: Optimizer, number: int, total: int) -> float:
+    """Return the learning rate of step `number` of `total`, in closed form."""
+    after, decay = number - optimizer.warmup_steps, max(1, total - optimizer.warmup_steps)
+    if after <= 0:
+        return optimizer.lr * number / optimizer.warmup_steps
+    left = {
+        "constant": 1.0,
+        "linear": (decay - after + 1) / decay,
+        "cosine": math.cos(math.pi / 2 * (after - 1) / decay) ** 2,
+    }[optimizer.schedule]
+    lowest = 0.0 if optimizer.schedule == "constant" else optimizer.min_lr
+    return lowest * (1 - left) + optimizer.lr * left
 
 
 def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
@@ -127,7 +90,6 @@ class UpdateChecks:
 
     tokens      each token of the mini-batch counts once in the loss, with its own id and columns
     gradient    the gradient that arrives at the model's outputs is that of the loss (one micro-batch)
-    halves      the loss of this micro-batch is the sum of the losses of its two halves
     outputs     before the first update they are the old ones, and later they differ from them
     movement    the update moves weights
 
@@ -139,15 +101,15 @@ class UpdateChecks:
         self,
         model: TrainingEngine,
         batch: Batch,
-        rates: LearningRates,
         schedule: RateSchedule,
         *,
         step: int,
         is_first: bool,
         size: float,
     ):
-        self._model, self.batch, self._rates, self._schedule = model, batch, rates, schedule
+        self._model, self.batch, self._schedule = model, batch, schedule
         self._step, self._is_first, self._size = step, is_first, size
+        self._rate = schedule.rate(step)
         self.has_moved, self._num_equal = False, 0.0
 
     def begin(self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan) -> None:
@@ -155,8 +117,6 @@ class UpdateChecks:
         self._loss, self._totals, self._plan = loss, totals, plan
         self._counted: list[Tensor] = []
         self._arrived: list[Tensor] = []
-        self._halves: Tensor | None = None
-        """Loss of the micro-batch minus the losses of its halves, and the size of the terms, float64 [2]."""
         self._is_watching = False
 
     def micro_batch(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -172,7 +132,11 @@ class UpdateChecks:
 
         Raises WrongLearningRate, WrongGradient, WrongTokens or CheckFailed.
         """
-        self._rates.check_used(lr, self._step)
+        if lr != self._rate:
+            raise WrongLearningRate(
+                f"an update of step {self._step} used the learning rate {lr:g}, but the schedule gives "
+                f"{self._rate:g} for that step."
+            )
         share, product, codes, gap, compared = (result.metrics.pop(name) for name in TERMS)
         self._check_gradient()
         self._check_tokens(share, product, codes)
@@ -195,7 +159,7 @@ class UpdateChecks:
         return count / denominator, count * denominator, codes, gap, compared
 
     def _watch(self, micro: MicroBatch, value: Tensor) -> None:
-        """Prepare the comparison of gradient and halves with this micro-batch, if it has outputs."""
+        """Prepare the comparison of the gradient with this micro-batch, if it has outputs."""
         outputs = [x for x in micro.outputs.values() if x.requires_grad]
         if not outputs or not len(outputs[0]):
             return
@@ -204,24 +168,6 @@ class UpdateChecks:
         for output, slope in zip(outputs, slopes):
             if slope is not None:
                 output.register_hook(partial(self._arrive, slope))
-        self._split(micro, value, [slope for slope in slopes if slope is not None])
-
-    @torch.no_grad()
-    def _split(self, micro: MicroBatch, value: Tensor, slopes: list[Tensor]) -> None:
-        """Record the losses of a micro-batch and of its halves, if it has at least two units of samples."""
-        unit = self.batch.samples_per_unit
-        middle = len(micro.samples) // unit // 2 * unit
-        if not middle:
-            return
-        first = int(self.batch.lengths[micro.samples[:middle]].sum())
-        halves = (
-            _part(micro, slice(middle), slice(first)),
-            _part(micro, slice(middle, None), slice(first, None)),
-        )
-        of_halves = [self._loss(half)[0].detach() for half in halves]
-        # The terms of a loss may cancel each other, so the size of its gradient is added to the scale.
-        size = sum(half.abs() for half in of_halves) + sum(slope.abs().sum() for slope in slopes)
-        self._halves = torch.stack((value.detach() - sum(of_halves), torch.as_tensor(size))).double()
 
     def _arrive(self, slope: Tensor, gradient: Tensor) -> None:
         terms = ((gradient - slope).abs().sum(), slope.abs().sum())
@@ -230,18 +176,10 @@ class UpdateChecks:
     def _check_gradient(self) -> None:
         """Raise WrongGradient on every rank if a comparison fails. Collective over the world."""
         grid, device = self._model.grid, self._model.device.torch
-        own = torch.zeros(4, dtype=torch.float64)
+        own = torch.zeros(2, dtype=torch.float64)
         if self._arrived and grid.reports_results:
-            own[:2] = torch.stack(self._arrived).sum(0)
-        if self._halves is not None and grid.reports_results:
-            own[2:] = self._halves.abs()
-        difference, size, excess, scale = sum_over_world(own, device).tolist()
-        if excess > HALVES_TOLERANCE * scale:
-            raise WrongGradient(
-                f"the loss of a micro-batch and the sum of the losses of its halves differ by "
-                f"{excess / scale:.3g} of the size of their terms: the loss is divided by a number of the "
-                "micro-batch instead of the mini-batch's totals, or compares samples of a micro-batch."
-            )
+            own = torch.stack(self._arrived).sum(0)
+        difference, size = sum_over_world(own, device).tolist()
         if difference > GRADIENT_TOLERANCE * size:
             raise WrongGradient(
                 f"the gradient that arrived at the model's outputs differs from that of the loss by "
@@ -305,20 +243,6 @@ class UpdateChecks:
             )
         self.has_moved |= result.has_moved and should_move and lr > SMALL_STEP * eps
         self._is_first = False
-
-
-def _part(micro: MicroBatch, samples: slice, tokens: slice) -> MicroBatch:
-    """Return a micro-batch with some of the samples, as far as a loss reads it."""
-    return replace(
-        micro,
-        samples=micro.samples[samples],
-        lengths=micro.lengths[samples],
-        targets=micro.targets[tokens],
-        column_index=micro.column_index[tokens],
-        columns={name: column[tokens] for name, column in micro.columns.items()},
-        sample_columns={name: column[samples] for name, column in micro.sample_columns.items()},
-        outputs={name: found[tokens] for name, found in micro.outputs.items()},
-    )
 
 
 def _planned(batch: Batch, samples: list[int]) -> tuple[float, int]:

@@ -139,9 +139,9 @@ class MixedOrder:
     Raises ValueError for a missing or empty source, invalid weights, or a negative seed.
     """
 
-    _BLOCK = 4096
+    BLOCK = 4096
     """Number of draws whose sources are selected at once. Another number would give another order."""
-    _PICKS = 1 << 20
+    PICKS = 1 << 20
     """Component of the seed that keeps the random numbers of this selection apart from the random numbers of
     the orders, which have 64-bit seeds."""
 
@@ -213,12 +213,12 @@ class MixedOrder:
 
     def _picks(self, start: int, n: int) -> np.ndarray:
         """Return the source of each of the draws start .. start + n - 1: int [n]."""
-        first, last = start // self._BLOCK, (start + max(n, 1) - 1) // self._BLOCK
+        first, last = start // self.BLOCK, (start + max(n, 1) - 1) // self.BLOCK
         blocks = [
-            np.random.default_rng([self._seed, self._PICKS, block]).random(self._BLOCK)
+            np.random.default_rng([self._seed, self.PICKS, block]).random(self.BLOCK)
             for block in range(first, last + 1)
         ]
-        offset = start - first * self._BLOCK
+        offset = start - first * self.BLOCK
         return np.searchsorted(self._cumulative, np.concatenate(blocks)[offset : offset + n], side="right")
 
 

@@ -26,7 +26,7 @@ def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, dat
 
     rows: pairs, labelled responses, or prompts; prompts without a response are not compared.
     """
-    special = special_ids(tokenizer)
+    special, ends = special_ids(tokenizer), list[bool]()
     cost = max((row_bytes(row.place) for row in rows[-1:] if row.place), default=0)
     number = max(1, min(NUM_COMPARED, READ_BYTES // max(1, cost)))
     for row in rows[:: -(-len(rows) // number) or 1]:
@@ -46,9 +46,42 @@ def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, dat
                     f"row check: {row.place}: the tokens of {name} say {found!r:.80}, but its column "
                     f"{text!r:.80}: rows or sides were exchanged, or the loss covers other tokens."
                 )
+            if expected in found and name != "the last turn":  # a template may end turns in its own way
+                ends.append(not is_cut)
+        if isinstance(row, Prompt) and row.response_mask is not None:
+            _check_header(row, tokenizer, read_row(row.place).values.get(data.messages_key))
         if isinstance(row, Labelled) and row.label != bool(read_row(row.place).values[data.label_key]):
             raise ValueError(
                 f"row check: {row.place}: its label is read as {row.label}, unlike the column's."
+            )
+
+    if len(ends) > 1 and not any(ends):
+        raise ValueError(
+            f"row check: none of {len(ends)} complete responses of the data ends with an end token, so the "
+            "policy would not learn to stop."
+        )
+
+
+def _check_header(row: Prompt, tokenizer: PreTrainedTokenizerBase, messages: Any) -> None:
+    """Raise ValueError if the loss covers the end of the header that the template writes before a turn."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        return
+    for place in [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]:
+        try:
+            found: Any = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True)
+        except Exception:  # a template may refuse a part of a conversation
+            continue
+        header = list(found["input_ids"] if hasattr(found, "keys") else found)
+        own, whole = (
+            row.token_ids.tolist(),
+            [*row.token_ids.tolist(), *(() if row.response_ids is None else row.response_ids.tolist())],
+        )
+        if own == header:
+            return
+        if len(own) < len(header) and header == whole[: len(header)]:
+            raise ValueError(
+                f"row check: {row.place}: the loss covers {tokenizer.decode(header[len(own) :])!r:.80}, the "
+                "end of the header before the assistant's turn, which the policy never samples."
             )
 
 

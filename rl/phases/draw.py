@@ -3,7 +3,8 @@
 For example, with data.prompts_per_step=16 step 3 draws rows 32 to 47 of the epoch's order.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ from rl.data.prompts import Prompt
 class Draw:
     """Draws the data's rows in the order of its epochs. Identical on every rank.
 
-    seed, shuffle: run.seed and data.shuffle, from which the order is computed again; None as the seed: a
-    mixture or user code determines the order.
+    seed, shuffle, weights: run.seed, data.shuffle and data.train_weights, from which the order is computed
+    again; None as the seed: user code determines the order.
     """
 
     def __init__(
@@ -28,8 +29,10 @@ class Draw:
         *,
         seed: int | None = None,
         shuffle: bool = True,
+        weights: Sequence[float] = (),
     ):
         self.rows, self._order, self._seed, self._shuffle = rows, order, seed, shuffle
+        self._shares = np.cumsum(weights) / np.cumsum(weights)[-1] if len(weights) else None
         self.last: list = []
         """Rows of the last draw."""
         self.num_drawn = 0
@@ -55,22 +58,37 @@ class Draw:
         return self.last
 
     def _check_order(self, drawn: np.ndarray) -> None:
-        """Raise CheckFailed unless these rows come next in the epochs of (seed, epoch)."""
-        size, start = len(self.rows), self.num_drawn
+        """Raise CheckFailed unless these rows come next in the epochs of (seed, epoch), or, in a mixture,
+        have the sources that come next.
+        """
         if self._seed is None or not len(drawn):
             return
-        for epoch in range(start // size, (start + len(drawn) - 1) // size + 1):
-            order = np.random.default_rng([self._seed, epoch]).permutation(size)
-            order = order if self._shuffle else np.arange(size)
-            first, last = (min(max(n - epoch * size, 0), size) for n in (start, start + len(drawn)))
-            own = drawn[first + epoch * size - start : last + epoch * size - start]
-            if not np.array_equal(own, order[first:last]):
-                found, expected = own[:4].tolist(), order[first:last][:4].tolist()
-                raise CheckFailed(
-                    f"draw check: rows {found} ... were drawn in epoch {epoch}, but with "
-                    f"run.seed={self._seed} and data.shuffle={self._shuffle} rows {expected} ... come next: "
-                    "rows are repeated, left out, or in the order of another epoch."
-                )
+        size = len(self.rows) if self._shares is None else MixedOrder.BLOCK
+        found, what, expected = drawn, "rows", list[int]()
+        for block, places in groupby(range(self.num_drawn, self.num_drawn + len(drawn)), lambda t: t // size):
+            if self._shares is None:
+                order = np.random.default_rng([self._seed, block]).permutation(size)
+                order = order if self._shuffle else np.arange(size)
+            else:
+                draws = np.random.default_rng([self._seed, MixedOrder.PICKS, block]).random(size)
+                order = (draws[:, None] >= self._shares).sum(1)
+            expected += [int(order[t % size]) for t in places]
+        if self._shares is not None:
+            found, what = np.array([self.rows[i].source for i in drawn]), "rows of the files"
+        if not np.array_equal(found, expected):
+            raise CheckFailed(
+                f"draw check: {what} {found[:4].tolist()} ... were drawn after {self.num_drawn} prompts, but "
+                f"with run.seed={self._seed}, data.shuffle={self._shuffle} and data.train_weights {what} "
+                f"{expected[:4]} ... come next: rows are repeated, left out, or in another order."
+            )
+
+    def check_cursor(self, cursor: Mapping[str, Any]) -> None:
+        """Raise CheckFailed unless a cursor, taken in a step, is behind the prompts of this step."""
+        if cursor["num_drawn"] != self.num_drawn:
+            raise CheckFailed(
+                f"draw check: a checkpoint of this step would continue after {cursor['num_drawn']} prompts, "
+                f"but the steps have drawn {self.num_drawn}: a resumed run would repeat or skip prompts."
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the cursor. Later draws do not modify the returned object."""

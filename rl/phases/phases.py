@@ -159,6 +159,7 @@ class Phases:
     def log_generated(self, batch: Batch) -> None:
         """Log lengths and scores of the step's samples. If called repeatedly, the last call wins."""
         self.step.metrics |= score_metrics(self._with_lengths_logged(batch).merge_rows())
+        self.checks.everything = batch
 
     # Learn: log-probs, advantages, updates ----------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl.checks.objective import check_objective
+from rl.checks.objective import check_loss
 from rl.config.functions import UsersError, call, check_parameters, companion, load_function
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Objective
@@ -93,7 +93,9 @@ def policy_loss(config: Config) -> Loss:
     return Loss(
         partial(_policy_loss, config=config, token_loss=function),
         reads=tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs),
-        check=partial(check_objective, partial(_policy_loss, config=checked, token_loss=function), checked),
+        check=partial(
+            check_loss, goal.loss, partial(_policy_loss, config=checked, token_loss=function), checked
+        ),
     )
 
 

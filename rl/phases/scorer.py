@@ -53,7 +53,7 @@ class Scorer:
         self.micro_batch_tokens, self.seed = config.training.row_tokens, config.run.seed
         self.tokenizers, self.parse_grade = inputs.tokenizers, inputs.judge_parser
         self.kept = inputs.kept_ids
-        self.grades = Grades(config, inputs.tokenizer, inputs.kept_ids, inputs.rewards, pool)
+        self.grades = Grades(config, inputs.tokenizer, inputs.kept_ids, inputs.rewards)
         self.model = engines.training.get("reward_model")
         self.judge = engines.generating.get("judge")
         self.first_cause: str = ""
@@ -89,16 +89,11 @@ class Scorer:
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
         samples = [arguments(owners[k], texts[k]) for k in asked]
         self.pool.on_answer = None if tracing.active is None else tracing.active.add_reward
-        rest = range((rank + 1) % world, len(batch), world)
-        again = self.grades.again(batch, [i for i in rest if given is None or given[i].isnan()])
-        sent = [*samples, *again.values()]
-        with tracing.span("reward function", samples=len(sent)):
-            scores = self.pool.score(sent)
+        with tracing.span("reward function", samples=len(samples)):
+            scores = self.pool.score(samples)
         self.first_cause = next(iter(self.pool.failures.values()), "")
         owned = [mine[k] for k in asked]
-        pairs = list(zip(sent, scores, strict=True))
-        scores = scores[: len(samples)]
-        self.grades.record(dict(zip(owned, pairs)), dict(zip(again, pairs[len(samples) :])))
+        self.grades.answers = dict(zip(owned, zip(samples, scores, strict=True)))
         columns, digests = gather_columns(
             [score.values for score in scores],
             [_digest(batch, i) for i in owned],

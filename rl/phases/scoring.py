@@ -47,7 +47,7 @@ class Scoring:
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
         batch.score_details = columns
-        self._scorer.grades.check(batch)
+        self._scorer.grades.check(batch, answers)
         if batch.digests is not None:
             batch.score_digests = batch.hash_scores(batch.digests)
         return answers

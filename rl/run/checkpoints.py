@@ -82,7 +82,7 @@ class RunCheckpoints:
             reseed_rng(seed_of(config.run.seed, "start"))
             if source == config.model.path:
                 for name, model in models.items():
-                    check_loaded(name, model)
+                    check_loaded(name, model, is_new=name != "policy" or not config.adapter.path)
             phases.checks.start = Start(source, models)
             return 0, {}
         state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))
@@ -103,7 +103,6 @@ class RunCheckpoints:
         if found := [name for name, value in self._contents.items() if before.get(name, value) != value]:
             phases.step.progress.line(f"the contents of {', '.join(found)} differ from those at {saved.path}")
         phases.engines.policy.version = state["policy_version"]
-        phases.checks.rates.last = state["learning_rates"]
         restored, drawn = self._controllers(), phases.draw.state_dict()
         if drawn["num_prompts"] == state.get("num_prompts"):  # else the data has other prompts now
             if drawn["order"].keys() != state.get("order", {}).keys():  # the seed or the files have changed
@@ -116,7 +115,7 @@ class RunCheckpoints:
         return state["step"], state["metrics"]
 
     def check_resumed(self) -> None:
-        """Raise ChangedSinceStart if anything has changed controllers, version or rates since the resume.
+        """Raise ChangedSinceStart if anything has changed controllers or version since the resume.
 
         Call it before the first step collects, when everything else has run.
         """
@@ -138,7 +137,6 @@ class RunCheckpoints:
         return {
             "kl_controller": self._phases.kl_penalty.controller.state_dict(),
             "policy_version": self._phases.engines.policy.version,
-            "learning_rates": self._phases.checks.rates.last,
             **({} if entropy_control is None else {"entropy_control": entropy_control.state_dict()}),
         }
 

@@ -215,6 +215,7 @@ class TrainingLoop:
                 self._phases.sampler.refit()
             self._checkpoints.check_resumed()
             self._cursor = self._collect_and_learn()
+        self._phases.draw.check_cursor(self._cursor)
         step.log_performance(num_ranks=job().world_size)
         step.metrics["training/epoch"] = self._phases.draw.epochs
         is_last = number == config.run.max_steps

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from rl.config import wing
-from rl.config.schema import Config, needs_reward
+from rl.config.schema import Config, learns, needs_reward
 from rl.data.prompts import end_token_ids
 from rl.engines.engines import Engines, build_engines, finish_imports
 from rl.engines.inputs import Inputs
@@ -104,8 +104,9 @@ def make_phases(
         draw=Draw(
             inputs.prompts,
             inputs.prompt_order(),
-            seed=None if config.data.train_weights or config.data.curriculum else config.run.seed,
+            seed=None if config.data.curriculum else config.run.seed,
             shuffle=config.data.shuffle,
+            weights=config.data.train_weights if learns(config) else (),
         ),
         sampler=sampler,
         scorer=None if pool is None else Scorer(config, inputs, step.device, engines, pool),

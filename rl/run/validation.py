@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from rl.checks.batches import check_table
 from rl.config.schema import Config
 from rl.data.batch import Batch, data_responses
 from rl.data.prompts import Prompt
@@ -127,7 +128,8 @@ def _measure(
         source: {name: table[rows] for name, table in tables.items()} for source, rows in members.items()
     }
     votes = None if answers is None else {source: answers[rows].tolist() for source, rows in members.items()}
-    phases.step.metrics |= validation_metrics(values, votes)
+    phases.step.metrics |= (found := validation_metrics(values, votes))
+    check_table(batch, k, found)
     if batch.turns is not None:
         failed = batch.score_details["failed"].double().reshape(shape).numpy()
         shares = {f"val-core/{name}/failed/mean@{k}": failed[rows].mean() for name, rows in members.items()}

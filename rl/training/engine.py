@@ -290,13 +290,13 @@ class TrainingEngine:
         return UpdateResult(metrics, norm, audit.has_moved)
 
     def gradients(
-        self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weights: Sequence[Weight]
+        self, batch: Batch, plan: MicroBatchPlan, loss: MicroBatchLoss, weights: Sequence[Weight], output: str
     ) -> list[tuple[Any, Tensor | None, float]]:
         """Return for each weight this rank's parameter, its part of a loss's gradient, and a factor.
 
         The gradient of a weight is the sum over all ranks of factor times part, float64. The parameter is
         None on a rank that learns no part of the weight, and the part is None on a rank without samples.
-        loss: reads only log-probs. Collective over the world.
+        loss: reads only `output`. Collective over the world.
         """
         found = [part_of(self.learned_map, weight, self.chunks[0].config) for weight in weights]
         parts: list[list[Tensor]] = [[] for _ in found]
@@ -306,7 +306,7 @@ class TrainingEngine:
             if parameter is not None
         ]
         with only_hooks(self.wrapped):
-            self._run(batch, plan, loss, forward_only=False, progress=None, outputs=("logprobs",))
+            self._run(batch, plan, loss, forward_only=False, progress=None, outputs=(output,))
         for hook in hooks:
             hook.remove()
         return [(p, sum(own[1:], own[0]) if own else None, share) for (p, share), own in zip(found, parts)]

@@ -120,6 +120,8 @@ SMALLEST = 1e-12
 """Norm below which the squares of a large model's gradients are not representable in float32."""
 
 
+COPIES = 2.0**-10
+"""Maximum relative difference between the gradients of copies; ranks may add up in another order."""
 ELEMENTS = 256
 """Approximate number of elements of a weight that are compared."""
 
@@ -156,6 +158,7 @@ def part_of(
 class Watched:
     """A weight whose gradient is compared, as this rank sees it. About ELEMENTS elements are added up."""
 
+    name: str
     row: int
     """Number of the weight's kind."""
     parameter: Any
@@ -215,8 +218,16 @@ class ReductionProbe:
             parameter, share = part_of(learned, weight, config)
             if parameter is not None:
                 row, code = list(self._members).index(re.sub(r"\d+", "*", name)), 1.0 + number % 7
-                self._watched[name] = Watched(row, parameter, share * code, code)
-        self.num_sums = 4 * len(self._members)
+                self._watched[name] = Watched(name, row, parameter, share * code, code)
+        self._copies = {
+            weight.hf[0]: 1.0 if place == 0 else -1.0 / (tp - 1)
+            for weight in learned.weights
+            if learned.holds(weight) and weight.expert is None and not weight.cut.split
+            for tp, place in [learned.tensor_split(weight)]
+            if tp > 1
+        }
+        """Weights with copies on tensor parallel ranks -> factor with which the gradients add up to 0."""
+        self.num_sums = 5 * len(self._members)
         """Number of elements of `sums`."""
         if self._overlaps:
             for watched in self._watched.values():
@@ -243,7 +254,7 @@ class ReductionProbe:
 
         Call it between the preparation of the gradients and the optimizer's step.
         """
-        sums = torch.zeros(len(self._members), 4, dtype=torch.float64, device=self._learned.device)
+        sums = torch.zeros(len(self._members), 5, dtype=torch.float64, device=self._learned.device)
         mains = {parameter: main for parameter, main, _ in main_weights(optimizer)}
         counted = {
             parameter for weight, parameter in self._learned.local() if self._learned.is_counted(weight)
@@ -256,13 +267,19 @@ class ReductionProbe:
             if found := [terms for watched in members for terms in watched.found]:
                 row[:2] = torch.stack(found).sum(0)
                 row[2] = max(len(watched.found) for watched in members)
-            reduced = [
-                watched.reduced(gradient_of(mains[own]).view(-1), part.start)
+            reduced = {
+                watched.name: watched.reduced(gradient_of(mains[own]).view(-1), part.start)
                 for watched in members
-                if (own := watched.parameter) in counted and (part := owned_part(optimizer, own)) is not None
+                if (own := watched.parameter) in counted or watched.name in self._copies
+                if (part := owned_part(optimizer, own)) is not None
+            }
+            own = [
+                reduced[each.name] for each in members if each.parameter in counted and each.name in reduced
             ]
-            if reduced:
-                row[3] = torch.stack(reduced).sum()
+            copies = [reduced[name] * factor for name, factor in self._copies.items() if name in reduced]
+            for place, values in ((3, own), (4, copies)):
+                if values:
+                    row[place] = torch.stack(values).sum()
         return sums.view(-1)
 
     def check(self, sums: list[float]) -> None:
@@ -270,9 +287,16 @@ class ReductionProbe:
 
         sums: `sums`, summed over the world.
         """
-        for name, row in zip(self._members, range(0, len(sums), 4)):
-            own, size, terms, reduced = sums[row : row + 4]
-            if not abs(own - reduced) <= 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size:  # or NaN
+        for name, row in zip(self._members, range(0, len(sums), 5)):
+            own, size, terms, reduced, copies = sums[row : row + 5]
+            rounding = 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size
+            if not abs(copies) <= max(rounding, COPIES * size):
+                raise WrongReduction(
+                    f"the tensor parallel ranks have other gradients for their copies of {name}, by "
+                    f"{copies:.3g} of {size:.3g}: the gradient is not summed over these ranks, so that the "
+                    "copies drift apart."
+                )
+            if not abs(own - reduced) <= rounding:  # or NaN
                 raise WrongReduction(
                     f"the gradients of {name} on all ranks add up to {own:.6g}, but the "
                     f"reduced gradient to {reduced:.6g}: it was not summed exactly once over the data "

@@ -19,7 +19,8 @@ def optimizer_state_reset_on_resume(bug: Bug, load_optimizer, *args):
 
 @exhibit("THUDM/slime#1547", overrides=("training.optimizer.warmup_steps=10",), resumes=True)
 @caught_by(
-    "schedule of the learning rate", r"WrongLearningRate: the learning rate of the policy was .* in step 2"
+    "schedule of the learning rate",
+    r"WrongLearningRate: the schedule gives the policy the learning rate .* in step 3",
 )
 @replaces("rl.training.learning_rate.learning_rate")
 def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):
@@ -29,7 +30,8 @@ def learning_rate_restarts_on_resume(bug: Bug, learning_rate, optimizer, step, m
 
 @exhibit("THUDM/slime#1546", overrides=("training.optimizer.warmup_steps=10",), resumes=True)
 @caught_by(
-    "schedule of the learning rate", r"WrongLearningRate: the learning rate of the policy was .* in step 2"
+    "schedule of the learning rate",
+    r"WrongLearningRate: the schedule gives the policy the learning rate .* in step 3",
 )
 @replaces("rl.training.learning_rate.learning_rate")
 def learning_rate_counted_twice_on_resume(bug: Bug, learning_rate, optimizer, step, max_steps):

@@ -100,14 +100,14 @@ def plans(bug: Bug, change) -> None:
 
 
 @exhibit("qiancheng0/ToolRL#52", overrides=KL, at=0)
-@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*nats above its reference changes the loss by -")
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*the gradient for logprobs is -?[\d.e-]+ instead of")
 def sign_of_the_KL_term(bug: Bug) -> None:
     """The KL loss was maximised, and training collapsed."""
     of_kl(bug, -1)
 
 
 @exhibit("OpenRLHF/OpenRLHF#768", overrides=KL, at=0)
-@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*nats above its reference changes the loss by")
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*the gradient for logprobs is -?[\d.e-]+ instead of")
 def KL_counted_twice_in_the_loss(bug: Bug) -> None:
     """The KL term was in the reward and again in the loss."""
     of_kl(bug, 2)
@@ -238,7 +238,10 @@ def reference_pass_with_the_policy(bug: Bug, run, self, *args, of_reference=Fals
 
 
 @exhibit("alibaba/ROLL#407")
-@caught_by("learning rate", r"CheckFailed: learning rate check: 0\.0 in step 2")
+@caught_by(
+    "schedule of the learning rate",
+    r"WrongLearningRate: the schedule gives the policy the learning rate 0 in step 2 of",
+)
 @replaces("rl.training.learning_rate.learning_rate")
 def learning_rate_0(bug: Bug, learning_rate, *args):
     """The schedule was planned for too few steps; 38 % of the training had a learning rate of 0."""
@@ -258,11 +261,14 @@ def weights_do_not_move(bug: Bug, step, optimizer, norm):
 
 
 @exhibit("OpenRLHF/OpenRLHF#1272", overrides=("algorithm=dapo",))
-@caught_by("groups", r"CheckFailed: group check: all samples of group \d have the score 0\.5")
+@caught_by("groups", r"CheckFailed: group check: all samples of prompt \d+ have the same score")
 def filtered_groups_are_trained_on(bug: Bug) -> None:
     """Groups of equal continuous rewards passed the filter of dynamic sampling and were trained on."""
     from rl.algorithms import dapo
+    from rl.checks.grades import Grades
     from rl.phases.scorer import Scorer
+
+    Grades._is_filed = lambda *_: True  # as if the reward function had returned equal scores
 
     @bug.replaces(dapo, "grpo")
     def always(grpo, *args, **options):
@@ -288,7 +294,7 @@ def step_logged_twice(bug: Bug, open_metrics, config, last_step, fence):
 
 
 @exhibit("inclusionAI/AReno#68", overrides=("training.prompts_per_minibatch=2",), at=0)
-@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*at ratio 1\.1 its gradient is not the ratio times")
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*instead of .* the clip range 0\.8 to 1\.2")
 @replaces("rl.objectives.losses.ppo.masked_log_ratio")
 def ratio_to_the_present_policy(bug: Bug, log_ratio, logprobs, old_logprobs, mask):
     """The ratio was that to the present policy, so it was 1 and the clip never acted."""
@@ -296,18 +302,15 @@ def ratio_to_the_present_policy(bug: Bug, log_ratio, logprobs, old_logprobs, mas
 
 
 @exhibit("huggingface/trl#5815", overrides=("objective.loss=gspo", "model.dtype=bfloat16"), ranks=2, at=0)
-@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*objective.loss=gspo.* is not the ratio times")
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*objective.loss=gspo.* the gradient for logprobs is")
 @replaces("rl.objectives.losses.gspo.sample_mean")
 def sum_of_log_ratios_of_a_sample(bug: Bug, sample_mean, x, mask, lengths):
     """The log-ratio of a sample was the sum of its tokens' log-ratios instead of their mean."""
     return sample_mean(x, mask, lengths) * lengths
 
 
-HALVES = r"WrongGradient: the loss of a micro-batch and the sum of the losses of its halves differ"
-
-
-@exhibit("verl-project/verl#7110", overrides=("algorithm=ppo",), ranks=2)
-@caught_by("gradient of the loss", HALVES)
+@exhibit("verl-project/verl#7110", overrides=("algorithm=ppo",), ranks=2, at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*the loss critic differs from its formula")
 @replaces("rl.phases.updates.value_loss")
 def value_loss_averaged_in_each_micro_batch(bug: Bug, value_loss, values, *rest, **options):
     """The value loss was not scaled for the accumulation over micro-batches."""
@@ -315,8 +318,8 @@ def value_loss_averaged_in_each_micro_batch(bug: Bug, value_loss, values, *rest,
     return losses / len(values), stats
 
 
-@exhibit("NovaSky-AI/SkyRL#1504", overrides=(*SFT, "model.dtype=bfloat16"), ranks=2)
-@caught_by("gradient of the loss", HALVES)
+@exhibit("NovaSky-AI/SkyRL#1504", overrides=(*SFT, "model.dtype=bfloat16"), ranks=2, at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .*the loss sft differs from its formula")
 @replaces("rl.algorithms.sft.aggregate")
 def supervised_loss_averaged_in_each_micro_batch(bug: Bug, aggregate, losses, mask, *rest, **options):
     """Gradients of SFT depended on the size of the micro-batches."""

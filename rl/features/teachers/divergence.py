@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from rl.checks.head import check_head
 from rl.config.run_models import RunModel
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -237,6 +238,8 @@ class Targets:
     divergence: Divergence
     teachers: list[int]
     """Index in `heads` of each sample's teacher, [N]; 0 with top_k."""
+    is_whole: bool = False
+    """Whether the divergence is over the whole vocabulary, identical on all ranks."""
     heads: list[Tensor] = field(default_factory=list)
     """Whole vocabulary: the rank's rows of each teacher's head, on the device."""
     rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -264,6 +267,10 @@ class TeacherTargets(TrainerPart):
 
     def attach(self, engine: "TrainingEngine") -> None:
         self._model = engine.chunks[-1]
+
+    def check(self, engine: "TrainingEngine", name: str) -> None:
+        if self.given is not None and self.given[1].is_whole:
+            check_head(engine, linear_divergence, self.given[1].divergence)
 
     def outputs(self, batch: Batch) -> tuple[str, ...]:
         return (MicroTargets.name,) if self.given is not None and self.given[0] is batch else ()

@@ -97,7 +97,7 @@ class Teaching:
         self._memory.to_training()
         goal, policy = self._config.teacher, self._engines.policy
         teachers = [0] * len(batch)
-        targets = Targets(divergence_of(goal.divergence, goal.beta), teachers)
+        targets = Targets(divergence_of(goal.divergence, goal.beta), teachers, is_whole=not goal.top_k)
         part = policy.parts.get(TeacherTargets)
         assert part is not None
         part.given = batch, targets

@@ -43,5 +43,5 @@ def test_rows_in_the_order_of_another_epoch_are_found():
     draw = Draw(list(range(10)), PromptOrder(10, seed=3, shuffle=True), seed=3)
     assert sorted(draw.next(4) + draw.next(13) + draw.next(3)) == sorted([*range(10)] * 2)
     for order in (PromptOrder(10, seed=3, shuffle=False), PromptOrder(10, seed=4, shuffle=True)):
-        with pytest.raises(CheckFailed, match="were drawn in epoch 0, but with run.seed=3"):
+        with pytest.raises(CheckFailed, match="were drawn after 0 prompts, but with run.seed=3"):
             Draw(list(range(10)), order, seed=3).next(4)

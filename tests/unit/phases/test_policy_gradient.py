@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from rl.checks.objective import ObjectivePoint, total_weight
 from rl.config.functions import UsersError
 from rl.config.schema import LOSSES
 from rl.data.batch import Batch
@@ -456,19 +455,6 @@ def test_the_weights_that_are_measured_are_those_of_the_config():
 def test_a_loss_reads_the_entropy_only_for_its_bonus(loss):
     assert policy_loss(config_of(loss=loss)).reads == ("logprobs",)
     assert policy_loss(config_of(loss=loss, entropy_coef=0.1)).reads == ("logprobs", "entropy")
-
-
-UNIT_SLOPES = ("ppo", "reinforce", "gspo", "cispo", "gpg", "dro")
-"""Losses with a derivative of 1 at ratio 1 and advantage -1."""
-
-
-@pytest.mark.parametrize("name", UNIT_SLOPES)
-@pytest.mark.parametrize("aggregation", MODES)
-def test_weights_of_all_tokens_have_the_sum_of_the_aggregation(name, aggregation):
-    config = config_of(loss=name, aggregation=aggregation)
-    advantages = torch.tensor([1.0, 1, 1, -1, -1, 1, 1, 1, 1], dtype=torch.float64)
-    total = ObjectivePoint(policy_loss(config), config, advantages=advantages).slope.abs().sum()
-    assert float(total) == pytest.approx(total_weight(config), rel=1e-4)
 
 
 OWN = """

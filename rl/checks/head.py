@@ -1,0 +1,149 @@
+"""Compares the functions of a policy's head, and their gradients, with float64.
+
+Once after each start, `linear_logprobs` (and, with a teacher, `linear_divergence`) is computed for random
+hidden states with the policy's own weight, layout and dtype, in several chunks. The second computation starts
+from the same logits, but gathers them over the tensor parallel ranks and is plain torch in float64. An error
+above the rounding of the model's dtype is therefore an error of the softmax, of the exchange between ranks,
+of a gradient, or of a sum in too coarse a dtype.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rl.checks.batches import CheckFailed
+from rl.runtime.collectives import gather_objects
+from rl.training.engine import TrainingEngine
+from rl.training.logprobs import FLOOR, gathered, linear_logprobs, own_rows
+
+TOKENS, ROWS = 64, 1024
+"""Number of hidden states, each a chunk of its own, and maximum number of a rank's rows of the head."""
+OUTPUT_ERROR = 2.0**-14
+"""Maximum error of outputs, relative to the largest logit."""
+GRADIENT_ERROR = {torch.float32: 2.0**-9, torch.bfloat16: 2.0**-8}
+"""Maximum error of gradients, relative to their norm. A sum that is rounded to bfloat16 after each chunk has
+an error above 2^-7.5."""
+
+
+class WrongHead(CheckFailed):
+    """Raised on every rank if outputs or gradients of the head are not those of float64."""
+
+
+def check_head(model: TrainingEngine, linear: Callable[..., Tensor] | None = None, of: Any = None) -> None:
+    """Raise WrongHead if the head of a policy differs from float64. Collective over the world.
+
+    linear, of: with a teacher the divergence of a teacher from hidden states (`linear_divergence`), and its
+    kind.
+    """
+    own, problems = model.chunks[-1], list[str]()
+    if own.post_process and getattr(own, "head", None) is linear_logprobs:
+        group, temperature = own.pg_collection.tp, model.spec.temperature
+        problems = problems_of(own.head_weight, group, temperature=temperature, linear=linear, of=of)
+    if found := [text for texts in gather_objects(problems) for text in texts]:
+        raise WrongHead(
+            f"head check: {found[0]}: the softmax, the exchange between tensor parallel ranks or a gradient "
+            "is wrong, or a float32 value was rounded to the model's dtype."
+        )
+
+
+def problems_of(
+    head: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    temperature: float,
+    linear: Callable[..., Tensor] | None = None,
+    of: Any = None,
+) -> list[str]:
+    """Return how results for random hidden states differ from float64. Collective over the group.
+
+    head: this rank's rows of the head, of which the first ROWS are used. Others: as in `check_head`.
+    """
+    weight = head.detach()[:ROWS].requires_grad_(head.requires_grad)
+    vocab_size = len(weight) * group.size() - 3  # as if three rows were padding
+    options: dict[str, Any] = dict(temperature=temperature, vocab_size=vocab_size, group=group, chunk=1)
+    generator = torch.Generator().manual_seed(5)
+    hidden, other = torch.randn(2, TOKENS, weight.shape[1], generator=generator).to(weight)
+    hidden *= 2 / _logits(hidden, weight.detach(), options).std(-1, keepdim=True).to(weight)
+    targets = torch.randint(vocab_size, (TOKENS,), generator=generator).to(weight.device)
+
+    def logprobs(hidden: Tensor) -> Tensor:
+        return torch.stack(linear_logprobs(hidden, weight, targets, **options))
+
+    def expected(x: Tensor) -> Tensor:
+        log_p = x.log_softmax(-1)
+        p, own = log_p.exp(), log_p.gather(1, targets[:, None])[:, 0]
+        return torch.stack((own, -(p * log_p).sum(-1), p.square().sum(-1).detach()))
+
+    cases: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
+    cases = [("log-probs and entropy", logprobs, expected)]
+    if linear is not None:
+        teacher, name = weight.detach().roll(1, 1), getattr(of, "func", of).__name__
+        log_q = _logits(other, teacher, options).log_softmax(-1)
+        beta = getattr(of, "keywords", {}).get("beta", 0.5)
+        divergence = partial(linear, teacher_hidden=other, teacher_weight=teacher, divergence=of, **options)
+
+        def formula(x: Tensor) -> Tensor:
+            return _divergence(x.log_softmax(-1), log_q, name, beta)
+
+        cases.append((name, lambda hidden: divergence(hidden, weight), formula))
+    return [text for case in cases if (text := _problem(*case, hidden, weight, options))]
+
+
+def _logits(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the scaled logits of the whole vocabulary, float64 [TOKENS, V], from the dtype of the weight."""
+    rows = own_rows(weight, options["vocab_size"], options["group"])[1]
+    x = torch.full((len(hidden), len(weight)), FLOOR, dtype=torch.float64, device=weight.device)
+    x[:, :rows] = torch.cat([part @ weight[:rows].T for part in hidden.split(options["chunk"])]).double()
+    whole = gathered(x, options["group"]).transpose(0, 1).flatten(1)
+    return whole[:, : options["vocab_size"]] / options["temperature"]
+
+
+def _divergence(log_p: Tensor, log_q: Tensor, name: str, beta: float) -> Tensor:
+    """Return the divergence of p from q at each token, float64."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a.exp() * (a - b)).sum(-1)
+
+    if name == "jensen_shannon":
+        log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
+        return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+    return kl(log_q, log_p) if name == "forward_kl" else kl(log_p, log_q)
+
+
+def _problem(
+    name: str,
+    function: Callable[[Tensor], Tensor],
+    formula: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    weight: Tensor,
+    options: dict[str, Any],
+) -> str:
+    """Return what differs between a function of the hidden states and a formula of the logits; "" if nothing
+    does.
+    """
+    with torch.enable_grad():
+        hidden = hidden.detach().clone().requires_grad_()
+        x = _logits(hidden.detach(), weight.detach(), options).requires_grad_()
+        found, expected = function(hidden), formula(x)
+        upstream = torch.linspace(0.5, 2, expected.numel(), device=x.device).view_as(expected)
+        learned = [hidden, weight] if weight.requires_grad else [hidden]
+        gradients = torch.autograd.grad((found * upstream).sum(), learned)
+        (of_logits,) = torch.autograd.grad((expected * upstream).sum(), x)
+    error = float((found.detach() - expected.detach()).abs().max() / (1 + x.detach().abs().max()))
+    if not error <= OUTPUT_ERROR:
+        return f"{name} differ from float64 by {error:.3g} of the largest logit"
+    first, rows = own_rows(weight, options["vocab_size"], options["group"])
+    own = (of_logits[:, first : first + rows] / options["temperature"]).to(weight.dtype)
+    pairs = {"hidden states": (gradients[0], (own @ weight.detach()[:rows]).double())}
+    if weight.requires_grad:
+        pairs["weight of the head"] = gradients[1][:rows], own.double().T @ hidden.detach().double()
+    for what, (gradient, exact) in pairs.items():
+        error = float((gradient - exact).norm() / exact.norm())
+        if not error <= GRADIENT_ERROR[weight.dtype]:
+            return f"the gradient of {name} for the {what} differs from float64 by {error:.3g} of its size"
+    return ""

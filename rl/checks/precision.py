@@ -1,0 +1,78 @@
+"""Finds values that must be float32, but were rounded to the model's dtype.
+
+bfloat16 has the upper 16 bits of a float32 number. If the lower 16 bits of all numbers of a float32 tensor
+are 0, it was rounded. In a model in bfloat16 no comparison of log-probs sees this: the error is as small as
+the noise of its layers.
+"""
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from rl.checks.batches import CheckFailed
+from rl.data.batch import Batch
+from rl.runtime.collectives import gather_objects
+from rl.training.engine import TrainingEngine
+from rl.training.layer_spec import ZeroCenteredNorm
+
+NUM_VALUES = 4
+"""Number of values that are no powers of two, below which lower bits of 0 may be chance (2^-16 each)."""
+
+
+NUM_UNEQUAL = 0.1
+"""Share of the results of a norm that may differ from the rounded result of float64."""
+
+
+def is_rounded(values: Tensor) -> bool:
+    """Return whether a floating tensor was rounded to 8 bits of precision. Powers of two do not count."""
+    bits = values.detach().float().contiguous().view(torch.int32)
+    bits = bits[(bits & 0x7FFFFF) != 0]
+    return len(bits) >= NUM_VALUES and not bool((bits & 0xFFFF).any())
+
+
+def check_columns(batch: Batch) -> None:
+    """Raise CheckFailed if a column of log-probs was rounded. Not collective."""
+    for name, column in batch.columns().items():
+        if name.endswith("logprobs") and is_rounded(column[batch.mask > 0]):
+            raise CheckFailed(
+                f"precision check: all values of the column {name} have the precision of bfloat16: log-probs "
+                "are float32, but were stored, computed or sent in the model's dtype."
+            )
+
+
+@torch.no_grad()
+def _is_coarse(norm: ZeroCenteredNorm) -> bool:
+    """Return whether a norm rounds more than its result."""
+    x = torch.linspace(-2, 2, 8 * norm.weight.numel(), dtype=torch.float64).sin().view(8, -1).to(norm.weight)
+    scale = (x.double().square().mean(-1, keepdim=True) + (norm.eps or 0.0)).rsqrt()
+    exact = (x.double() * scale * (1 + norm.weight.double())).to(x.dtype)
+    return x.dtype is torch.bfloat16 and float((norm(x) != exact).double().mean()) > NUM_UNEQUAL
+
+
+def check_precision(name: str, model: TrainingEngine) -> None:
+    """Raise CheckFailed on every rank if rotary frequencies, float32 weights or routers of a model are
+    coarser than float32. Collective over the world.
+    """
+    found = [
+        weight.hf[0]
+        for each in (model.weight_map, model.learned_map)
+        for weight, parameter in each.local()
+        if weight.float32 and parameter.dtype is not torch.float32
+    ]
+    for chunk in model.chunks:
+        rotary = getattr(chunk, "rotary", None)
+        for kind in ("frequencies", "local"):
+            values = getattr(rotary, kind, None)
+            if values is not None and (values.dtype is not torch.float32 or is_rounded(values)):
+                found.append(f"the rotary {kind}")
+        for module in chunk.modules():
+            if isinstance(module, ZeroCenteredNorm) and _is_coarse(module):
+                found.append("1 + w of a norm")
+        routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+        if any(router.config.moe_router_dtype not in ("fp32", "fp64") for router in routers):
+            found.append("the scores of the routers")
+    if wrong := list(dict.fromkeys(text for texts in gather_objects(found) for text in texts)):
+        raise CheckFailed(
+            f"precision check: {', '.join(wrong[:4])} of the {name} must be float32, as in the model's "
+            "definition and in the engine, but were rounded to the model's dtype."
+        )
