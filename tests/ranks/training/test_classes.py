@@ -21,7 +21,6 @@ CASES = {
     "a family that Megatron trains too": ("LlamaForCausalLM", False, 1),
     "windows, capped scores and logits": ("Gemma2ForCausalLM", True, 1),
     "experts, joined by the class": ("OlmoeForCausalLM", False, 2),
-    "biases": ("Starcoder2ForCausalLM", False, 1),
     "an engine with tensor parallelism": ("Gemma2ForCausalLM", True, 2),
 }
 
