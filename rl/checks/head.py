@@ -42,7 +42,7 @@ def check_head(model: TrainingEngine, linear: Callable[..., Tensor] | None = Non
     """
     own, problems = model.chunks[-1], list[str]()
     if own.post_process and getattr(own, "head", None) is linear_logprobs:
-        group, temperature = own.pg_collection.tp, model.spec.temperature
+        group, temperature = model.grid.groups.tp, model.spec.temperature
         problems = problems_of(own.head_weight, group, temperature=temperature, linear=linear, of=of)
     if found := [text for texts in gather_objects(problems) for text in texts]:
         raise WrongHead(
