@@ -52,8 +52,8 @@ extras = {
     # megatron-core 0.16.1 is the newest version for Python 3.11. On 3.12, version 0.19.2 passes the same
     # tests of training, refit and checkpoints: pip install --no-deps megatron-core==0.19.2.
     "cpu": ["torch==2.13.0+cpu", "megatron-core==0.16.1", *program],
-    # Wheels only: no compiler and no CUDA toolkit.
-    "cuda": ["torch==2.13.0", "vllm==0.32.0", "megatron-core==0.16.1", *program],
+    # Wheels only: no compiler and no CUDA toolkit. A local index may also have torch's build for CPUs.
+    "cuda": ["torch==2.13.0,!=2.13.0+cpu", "vllm==0.32.0", "megatron-core==0.16.1", *program],
     # Faster layers of the trainer (docs/gpu.md). Both are compiled against the installed torch: install
     # `cuda-build` first, then this with --no-build-isolation, as `tools/install_cuda.sh --compiled` does.
     "compiled": [

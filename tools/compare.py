@@ -11,11 +11,15 @@ the command names the first step, stage and sample at which the training of two 
 the configs and environments that differ. In deterministic runs this is the cause or its first effect.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 
 import numpy as np
+
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
 from rl.run_directory.rollout_files import VALIDATIONS, stored_steps
@@ -110,3 +114,7 @@ def _table(
     """Return the mean over the steps of each seed and prompt, float64 [seeds, prompts]."""
     rows = [[[values[run][step][key] for key in keys] for step in steps] for run in arm]
     return np.array(rows).mean(axis=1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

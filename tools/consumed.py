@@ -13,6 +13,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 from rl.run_directory.bad_entries import read_lines
 from rl.run_directory.consumed import FILE_NAME
@@ -86,3 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.exit(f"error: {reason}; name a run with rollout.carry_over=true or roles, which write the file.")
     print(found.line())
     return 0 if found.is_exact else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

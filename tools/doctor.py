@@ -23,6 +23,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import add_config, make_parser
 from rl.config.schema import load_config
 from rl.runtime.ranks import Ranks, discover
@@ -184,3 +187,7 @@ def as_json(by_node: ByNode) -> str:
     nodes = {host: [vars(finding) for finding in findings] for host, findings in by_node.items()}
     bad = bad_nodes(by_node)
     return json.dumps({"ok": not bad, "bad": bad, "exclude": excluded(by_node), "nodes": nodes})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 from rl.runtime.ranks import Ranks, discover
 from train_rl import prepare_environment
@@ -100,3 +103,7 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
         if ranks.rank == 0:
             kind = "the adapters" if args.adapter else "a Hugging Face checkpoint"
             print(f"wrote {args.out}, {kind} of step {saved.step}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

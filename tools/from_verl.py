@@ -21,6 +21,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 from tools.verl.convert import convert
 from tools.verl.every import convert_every
@@ -66,3 +69,7 @@ def print_all(checkout: Path, out: str | None, **known: Any) -> int:
         print(f"{outcome.script}: {outcome.refusal or f'{outcome.world_size} GPUs'}")
     print(f"{passed} of {len(outcomes)} scripts give a config that passes the dry run on their GPUs.")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,10 +19,14 @@ configs/agents/ has the environments and configurations. Equal arguments give eq
 downloaded.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
 from tools.make_toy import build_model, build_tokenizer, save, write_rows
@@ -167,3 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = vars(parser.parse_args(argv))
     out = make_agent_toy(**arguments)
     print(f"wrote {out}/train.parquet, test.parquet, warm_up.parquet and model")
+
+
+if __name__ == "__main__":
+    main()

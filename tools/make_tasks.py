@@ -30,6 +30,9 @@ from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config import wing
 from rl.config.command_line import make_parser
 
@@ -170,3 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{path}: {len(rows)} rows")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -16,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
 from rl.config.schema import load_config
@@ -114,3 +117,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.gpus < 1 or arguments.gpus_per_node < 1:
         parser.error("--gpus and --gpus-per-node must be at least 1")
     return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,6 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 from rl.config.layout_checks import check_has_experts, check_rollout_grid, check_training_grid
 from rl.config.schema import Config
@@ -174,3 +177,7 @@ def report(traffic: RefitTraffic, *, nvlink_gbps: float, nic_gbps: float, ranks_
         else "nothing crosses ranks",
     ]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

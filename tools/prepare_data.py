@@ -51,6 +51,7 @@ import argparse
 import gzip
 import json
 import logging
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -62,6 +63,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
 from tools import dataset_rows
@@ -431,3 +435,7 @@ def _prepare(arguments: argparse.Namespace) -> dict[str, int]:
         records = find_records(arguments.source, only_split=known.only_split)
     options = {"data_source": arguments.data_source} if known.data_source else {}
     return known.write(records, arguments.out, **options)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,9 +17,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 from rl.runtime.ranks import Ranks, discover
-from train_rl import prepare_environment
+from train_rl import leave, prepare_environment
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,3 +122,7 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
             print(f"{name}: {count} completions, {num_tokens} tokens: {state}", end="")
             print(f" ({len(different)} completions{first})" if state == "DIFFERENT" else "")
     return int(any(different or not is_whole for _, is_whole, _, _, different in results))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -16,6 +16,9 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records
@@ -236,3 +239,7 @@ def draw_curves(curves: dict[str, list[Point]], png: Path, *, label: str) -> Non
     figure.tight_layout()
     figure.savefig(png)
     plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,6 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.rollout_files import read, stored_steps
@@ -194,3 +197,7 @@ def export(tables: Iterator["pa.Table"], path: Path) -> int:
 def _base64(file: bytes) -> str:
     """Return an image's file as JSON can hold it."""
     return base64.b64encode(file).decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,6 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.metric_log import FILE_NAME, STEP, read_records
@@ -186,3 +189,7 @@ def cost(run_dir: Path, steps: dict[int, list[Path]]) -> str:
 def empty_span() -> None:
     with tracing.span("name", number=1):
         pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
