@@ -312,6 +312,8 @@ class Checks:
             check_advantages(batch, config)
             if "dynamic_sampling" in algorithm_of(config).needs:
                 check_informative(batch, self.everything, config.data.prompts_per_step)
+        if name == "policy":
+            self.everything = None  # the next generation needs the memory
         if name not in self._checked_losses:
             self._checked_losses.add(name)
             check_precision(name, model)

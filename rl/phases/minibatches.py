@@ -85,6 +85,11 @@ class MinibatchPlanner:
         self._plans: list[MinibatchPlan] = []
         self._costs: dict[TrainingEngine, Cost] = {}
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a micro-batch exceeds only for a long sample or, on a CPU, for a prompt's samples."""
+        return min(self._limits["max_tokens"], self._limits["preferred_tokens"] or self._limits["max_tokens"])
+
     def plans(self, batch: Batch) -> list[MinibatchPlan]:
         """Return one plan per mini-batch, in the order of the optimizer steps."""
         if self._batch() is not batch:

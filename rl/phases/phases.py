@@ -68,6 +68,7 @@ class Phases:
         row = 0 if policy.device.is_cuda else config.training.cp * cpu_row_tokens(policy.weight_map.hf)
         shares = policy.shares_prompts
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=shares, preferred_tokens=row)
+        self.row_tokens = planner.row_tokens
         self.checks = Checks(config, policy, end_ids)
         shared = (config, step, engines, self.memory, planner)
         old_logprobs = OldLogprobs(config, step, policy, planner, self.checks)

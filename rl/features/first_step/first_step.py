@@ -72,6 +72,7 @@ class FirstStep(TrainingLoop):
             phases.end_ids | set(config.rollout.stop_token_ids),
             metrics={},
             dp=policy.grid.dp,
+            row_tokens=phases.row_tokens,
             shares_prompts=policy.shares_prompts,
             step=last_step + 1,
             noise=phases.checks.noise,

@@ -67,6 +67,8 @@ class Facts:
     error: str = ""
     """The error that ended the step."""
     dp: int = 1
+    row_tokens: int = 16384
+    """Maximum number of tokens of a micro-batch (`MinibatchPlanner.row_tokens`)."""
     shares_prompts: bool = False
     """Whether a micro-batch computes a prompt once for all of its samples."""
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -412,7 +414,7 @@ def micro_batches(facts: Facts) -> Verdict | None:
     batch, number = facts.batch, facts.metrics.get("training/micro_batches")
     if batch is None or not number or not len(batch):
         return None
-    limit = facts.config.training.row_tokens
+    limit = facts.row_tokens
     prompts = {(group, ids.tobytes()) for group, ids in zip(batch.groups.tolist(), batch.prompt_ids)}
     once = sum(len(ids) for _, ids in prompts) // batch.prompt_ids[0].itemsize
     tokens = int(batch.lengths.sum()) + (once if facts.shares_prompts else int(batch.prompt_lengths.sum()))

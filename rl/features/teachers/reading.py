@@ -1,4 +1,4 @@
-"""What the teachers read: the policy's tokens or, with a tokenizer of their own, its texts."""
+"""Tokenizers and lengths of the teachers' inputs: the policy's tokens, or its texts in another tokenizer."""
 
 from collections.abc import Sequence
 

@@ -73,9 +73,10 @@ class Shards:
         self._live: dict[int, tuple[Unit, int]] = {}
         """Address of a whole parameter in a pass -> its unit and index."""
         self.sums = torch.zeros(3, dtype=torch.float64)
-        """Of the gradients of this rank's passes: before and after `reduce`, and of their absolute values.
+        """Three sums over the gradients of this rank's passes: before `reduce`, after it, and of the absolute
+        values.
 
-        Each rank's rows have a factor of their own, so that rows of a wrong rank change the sum."""
+        Each rank's rows have their own factor, so that the rows of a wrong rank change the sum."""
         self._again: tuple[Unit, list[Tensor]] | None = None
         """Whole parameters of the unit that the backward pass computes."""
         if self.size > 1:
