@@ -82,7 +82,7 @@ def print_estimate(config: Config, resources: Resources, *, whole: bool) -> bool
         print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")
         return True
     found = estimate(config, resources.world_size, Hardware(ranks_per_node=resources.gpus_per_node))
-    print(report(found) if whole else f"seconds per step, estimated: {found.step_seconds:.3g}")
+    print(report(found) if whole else f"seconds per step on an H100, estimated: {found.step_seconds:.3g}")
     print(f"GPU-hours of the allocation, at most: {resources.gpu_hours:,.1f}")
     print(verdict(found, cheapest_change(found) if found.problems else None))
     return not found.problems

@@ -1,6 +1,6 @@
 """`lockstep sweep SWEEP.yaml`: submit many runs as one job array, or in one job.
 
-    name: lr-and-group                             runs/<name> has a directory for each run
+    name: lr-and-group                             runs/<name> (or dir: DIR) has a directory for each run
     config: my.yaml
     at_a_time: 2                                   tasks that run at once; 0: no limit
     grid:                                          every combination; also zip, random and seeds

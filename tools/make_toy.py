@@ -12,8 +12,9 @@ held out. The script writes
     OUT/labels.parquet  the training problems with a right or wrong answer (completion) and its label, for kto
     OUT/model/          a Qwen2 model with random weights, and a tokenizer of printable ASCII characters
 
-The model directory is a normal Hugging Face checkpoint. Equal arguments give equal files; nothing is
-downloaded.
+The model directory is a normal Hugging Face checkpoint. Its random weights never add right, so RL finds no
+reward to raise: run configs/quickstart_sft.yaml first, and train the model that it exports
+(runs/quickstart-sft/hf). Equal arguments give equal files; nothing is downloaded.
 """
 
 import argparse
@@ -238,7 +239,11 @@ def main(argv: list[str] | None = None) -> None:
         out = make_toy(arguments.pop("out"), **arguments)
     except ValueError as error:
         parser.error(str(error))
-    print(f"wrote {out}/train.parquet, test.parquet, pairs.parquet, labels.parquet and model")
+    print(
+        f"wrote {out}/train.parquet, test.parquet, pairs.parquet, labels.parquet and model, whose random "
+        "weights score 0; before RL, fine-tune it: lockstep train --config configs/quickstart_sft.yaml "
+        f"model.path={out}/model data.train=[{out}/train.parquet]"
+    )
 
 
 if __name__ == "__main__":

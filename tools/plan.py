@@ -24,7 +24,7 @@ from rl.config.command_line import add_config, make_parser
 from rl.config.schema import load_config
 from rl.dry_run.changes import Change
 from rl.dry_run.estimate import Estimate, estimate
-from rl.dry_run.hardware import GIB, GPUS, Hardware
+from rl.dry_run.hardware import GIB, GPUS, Hardware, kind_of
 from rl.dry_run.layouts import fastest
 
 
@@ -102,8 +102,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
     add_config(parser, required=False)
+    kinds = f"kind of GPU: {', '.join(GPUS)} (h100); several are compared"
     add("--gpus", metavar="N", type=int, required=True, help="number of GPUs, one rank each")
-    add("--gpu", action="append", choices=list(GPUS), help="kind of GPU; several are compared (h100)")
+    add("--gpu", action="append", type=kind_of, metavar="KIND", help=kinds)
     add("--gpus-per-node", metavar="N", type=int, default=8, help="GPUs of a node (8)")
     add("--measured", metavar="RUN", type=Path, help="directory of a run on these GPUs, with three steps")
     for side in ("prompt", "response"):

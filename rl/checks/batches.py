@@ -222,7 +222,8 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
     return (
         f"warning: score check: all {len(batch)} samples have the score {value:g}"
         + (f", as only {history[value] - len(groups)} of {total} groups before" if total else "")
-        + "; no advantage differs from 0. Does the reward function work?"
+        + "; no advantage differs from 0. Does the reward function work? Or does the model never "
+        "answer right? See `lockstep samples RUN --show 3`."
     )
 
 

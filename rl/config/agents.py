@@ -13,8 +13,9 @@ class Agents:
     """Trajectories of many turns, with environments and tools (docs/agents.md)."""
 
     environment: str = ""
-    """Class of the environment, as `package.module:Class` or `path/to/file.py:Class`. Empty: no environment;
-    the data set's prompts are used, and `tools` are offered."""
+    """Class of the environment, as `package.module:Class` or `path/to/file.py:Class`, with `reset(row) ->
+    messages or str`, `step(text) -> (text, reward, done)` and, if it scores at the end, `score() -> float`.
+    Empty: no environment; the data set's prompts are used, and `tools` are offered."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment's constructor."""
     sources: dict[str, Any] = field(default_factory=dict)

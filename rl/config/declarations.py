@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rl.config.options import ConfigError, listed
+from rl.config.options import ConfigError, did_you_mean, listed
 
 ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 OBJECTIVES = Path(__file__).parents[1] / "objectives"
@@ -62,7 +62,8 @@ def describe(name: str) -> Algorithm:
     path = Path(name).expanduser() if name.endswith(".py") else ALGORITHMS / f"{name}.py"
     if not name.endswith(".py") and name not in shipped():
         raise ConfigError(
-            f"algorithm is '{name}', but must be {listed(shipped(), 'or')}, or the path of a .py file."
+            f"algorithm is '{name}', but must be {listed(shipped(), 'or')}, or the path of a .py file"
+            + did_you_mean(name, shipped())
         )
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))

@@ -294,9 +294,15 @@ def advice_on(value: Any, kind: Any) -> str:
     if type(value) is bool and get_args(kind)[:1] + get_args(kind)[-1:] == ("none", "full"):
         return f"; write {'full' if value else 'none'}."
     if get_origin(kind) is Literal and isinstance(value, str):
-        close = difflib.get_close_matches(value, [str(choice) for choice in get_args(kind)], n=1)
-        return f"; did you mean {show(close[0])}?" if close else "."
+        return did_you_mean(value, [str(choice) for choice in get_args(kind)])
     return "."
+
+
+def did_you_mean(value: str, choices: Iterable[str]) -> str:
+    """Return the end of the sentence about a wrong word, with the nearest choice in any case of letters."""
+    own = {choice.casefold(): choice for choice in choices}
+    close = difflib.get_close_matches(value.casefold(), own, n=1)
+    return f"; did you mean {show(own[close[0]])}?" if close else "."
 
 
 def found(value: Any) -> str:

@@ -102,7 +102,8 @@ class Data:
     Empty: all files are one data set."""
     curriculum: str = ""
     """Function `order(epoch, prompts, rng) -> indices`, as `package.module:name` or `path/to/file.py:name`,
-    that returns the prompts of an epoch in their order. Empty: `shuffle` decides."""
+    that returns the prompts of an epoch in their order, int [number of prompts]. Empty: `shuffle`
+    decides."""
     val: list[str] = field(default_factory=list)
     """Files with held-out prompts, as for `train`. Empty: no validation."""
     prompt_key: str = "prompt"
@@ -239,9 +240,14 @@ class Objective:
     """Policy gradient: advantage, loss and mean. docs/algorithms.md has the formulas."""
 
     advantage: Advantage = "none"
-    """Advantage estimator. Each algorithm sets its own; none: the algorithm has no policy gradient."""
+    """Advantage estimator. Each algorithm sets its own; none: the algorithm has no policy gradient. A
+    function of your file, such as `f(rewards, groups, *, eps=1e-6)`, returns one number per sample, floating
+    [N]; with the parameter `lengths` one per response token, [T]. Those before the * are columns of the
+    batch."""
     loss: PolicyLoss = "none"
-    """Policy loss per token. Each algorithm sets its own; none: as for `advantage`."""
+    """Policy loss per token. Each algorithm sets its own; none: as for `advantage`. A function of your file,
+    such as `f(logprobs, old_logprobs, advantages, mask, *, eps=0.2)`, gets the response tokens of a
+    micro-batch, float32 [R] each, and returns (loss of each token [R], {metric: sum over the tokens})."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of an advantage or a loss that is a function in your file (`advantage`, `loss`)."""
     aggregation: Aggregation = "token-mean"

@@ -2,6 +2,7 @@
 
 import argparse
 from dataclasses import dataclass, fields
+from typing import Any
 
 from rl.config.command_line import field_docs
 from rl.runtime.peaks import BF16_TFLOPS
@@ -104,6 +105,16 @@ class Hardware:
         return not self.is_cpu or self.tflops != Hardware.tflops
 
     @property
+    def speeds(self) -> str:
+        """Whose speeds these are: a kind of GPU's, or other ones."""
+        peaks = ("tflops", "hbm_gb_s", "nvlink_gb_s", "nic_gb_s")
+        own = [getattr(self, name) for name in peaks]
+        for kind, figures in GPUS.items():
+            if own == [figures.get(name, getattr(Hardware, name)) for name in peaks]:
+                return f"the speeds of {kind} (--gpu)"
+        return "the speeds of the options"
+
+    @property
     def memory_gib(self) -> float:
         """Memory of a rank in GiB: a GPU's, or its share of a node's."""
         return self.host_memory_gib / self.ranks_per_node if self.is_cpu else self.gpu_memory_gib
@@ -153,17 +164,32 @@ class Hardware:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each figure, e.g. --gpu-memory-gib."""
+    """Add --gpu, and an option for each figure, e.g. --gpu-memory-gib."""
     group = parser.add_argument_group("the machine")
+    kinds = f"kind of GPU, whose figures are the defaults of those below: {', '.join(GPUS)} (h100)"
+    group.add_argument("--gpu", metavar="KIND", type=kind_of, default="h100", help=kinds)
     for figure in fields(Hardware):
         option, kind = "--" + figure.name.replace("_", "-"), type(figure.default)
         help_text = f"{field_docs(Hardware)[figure.name]} ({figure.default:g})"
-        group.add_argument(option, metavar="X", type=kind, default=figure.default, help=help_text)
+        group.add_argument(option, metavar="X", type=kind, default=None, help=help_text)
+
+
+def kind_of(name: str) -> str:
+    """Return the key of GPUS for a name in any case of letters. Raises argparse.ArgumentTypeError."""
+    if name.lower() not in GPUS:
+        raise argparse.ArgumentTypeError(
+            f"{name} is none of {', '.join(GPUS)}; describe another GPU to lockstep train --dry-run with "
+            "--gpu-memory-gib, --tflops, --hbm-gb-s, --nvlink-gb-s and --nic-gb-s"
+        )
+    return name.lower()
 
 
 def from_options(arguments: argparse.Namespace) -> Hardware:
     """Return the machine from the parsed options. Raises ValueError if a figure is not positive."""
-    values = {figure.name: getattr(arguments, figure.name) for figure in fields(Hardware)}
+    usual: dict[str, Any] = {figure.name: figure.default for figure in fields(Hardware)}
+    usual |= GPUS[arguments.gpu]
+    given = {name: getattr(arguments, name) for name in usual}
+    values = usual | {name: value for name, value in given.items() if value is not None}
     for name, value in values.items():
         if not value > 0 and not value == 0 == getattr(Hardware, name):
             raise ValueError(f"--{name.replace('_', '-')} is {value:g}, but must be greater than 0.")

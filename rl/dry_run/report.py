@@ -242,9 +242,10 @@ def _work(estimate: Estimate) -> str:
         f"of that checks (docs/checks.md): {later:.2g} %, and {first:.2g} % of the first step",
         f"of that idle: {', '.join(_idle(estimate))}",
         f"GPU-hours of {estimate.config.run.max_steps} steps: {estimate.gpu_hours:,.1f}",
-        f"assumed: {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, {hardware.hbm_gb_s:g} GB/s of "
-        f"HBM x {hardware.hbm_share:g}, links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x "
-        f"{hardware.link_share:g}, busiest experts x {hardware.expert_imbalance:g}, "
+        f"assumed: {hardware.speeds}, {hardware.tflops:g} TFLOP/s x {hardware.train_share:g}, "
+        f"{hardware.hbm_gb_s:g} GB/s of HBM x {hardware.hbm_share:g}, "
+        f"links {hardware.nvlink_gb_s:g} / {hardware.nic_gb_s:g} GB/s x {hardware.link_share:g}, "
+        f"busiest experts x {hardware.expert_imbalance:g}, "
         f"{hardware.reserve_gib:g} GiB in reserve and {hardware.communicator_gib:g} for each of "
         f"{estimate.memory.communicators} NCCL communicators (public figures, not measured here); see "
         "--dry-run --help",

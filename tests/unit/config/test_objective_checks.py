@@ -31,8 +31,8 @@ def test_file_and_overrides_win_over_an_algorithm(tmp_path):
 
 
 def test_an_unknown_algorithm_is_refused_with_those_there_are():
-    with pytest.raises(ConfigError, match="algorithm is 'grop', but must be dapo, distill, dpo, grpo"):
-        config_with("algorithm=grop")
+    with pytest.raises(ConfigError, match="algorithm is 'GROP', but must be dapo, .* did you mean .grpo.?"):
+        config_with("algorithm=GROP")
 
 
 OWN = """NEEDS = ("samples", "reward")

@@ -371,6 +371,14 @@ class TestCommand:
         assert self.run("--world-size", str(world_size), option) == 2
         assert sentence in capsys.readouterr().err
 
+    def test_a_kind_of_gpu_has_its_own_figures(self, capsys):
+        assert self.run("--world-size", "8", "--gpu", "A100-40", "--hbm-gb-s", "1000") == 2
+        out = capsys.readouterr().out
+        assert "40 GiB of a GPU" in out and "the speeds of the options, 312 TFLOP/s x 0.35, 1000 GB/s" in out
+        with pytest.raises(SystemExit):
+            self.run("--gpu", "b200")
+        assert "b200 is none of h100, h200, a100-80, a100-40; describe another GPU" in capsys.readouterr().err
+
     def test_a_given_shape(self, capsys):
         shape = ("--model-shape", str(CONFIGS / "models" / "qwen3-8b"))
         assert self.run("--world-size", "8", *shape, "model.path=models/unknown") == 0
