@@ -15,6 +15,7 @@ from typing import Any
 from launch import slurm
 from launch.arguments import warn
 from rl.config.options import ConfigError
+from rl.faults.process import is_dead
 from rl.run_directory.bad_entries import in_words, read_each, read_lines
 from rl.run_directory.metric_log import number_of, parse_record
 from rl.run_directory.status import read_object
@@ -22,6 +23,8 @@ from rl.run_directory.status import read_object
 DIRECTORY = "launch"
 """Subdirectory of a run or of a sweep that holds batch files, logs and the list of submissions."""
 JOBS, SWEEP = "jobs.jsonl", "sweep.json"
+LOCK = "lock.json"
+"""As in `rl.faults.lock`, whose import takes seconds. A run that ends itself removes the file."""
 RANK_LOGS = ".ranks"
 """Suffix of the directory in which slurm/job.sh keeps the rank logs and a copy of the run's status.json, for
 example x-17.ranks for job 17 with the name x."""
@@ -199,8 +202,10 @@ def _settled(run: RunState, jobs: list[str], queue: dict[str, str] | None) -> Ru
         return replace(run, job=known[-1][0], state="running" if known[-1][1] == "RUNNING" else "queued")
     job = run.job or (jobs[-1] if jobs else "")
     if run.state == "running":
+        places = (run.directory, run.directory.parent)  # a sweep in one job has the lock of its points
+        was_killed = any(is_dead(read_object(place / LOCK)) for place in places)
         in_slurm = bool(job) and queue is not None and slurm.available()
-        if in_slurm or (run.silent_s is not None and run.silent_s > SILENT_S):
+        if was_killed or in_slurm or (run.silent_s is not None and run.silent_s > SILENT_S):
             return replace(run, job=job, state="lost")
     return replace(run, job=job)
 

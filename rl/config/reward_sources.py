@@ -47,6 +47,11 @@ class RewardPlan:
     sources: Mapping[str, tuple[Component, ...]] = field(default_factory=dict)
     """data_source -> components that replace `default`."""
 
+    @property
+    def name(self) -> str:
+        """The reward function as its key=value, if it is one for all sources, for messages."""
+        return "the reward function" if self.sources else f"reward.function={self.default[0].function}"
+
 
 def make_plan(function: str, kwargs: Mapping[str, Any], sources: Mapping[str, Any]) -> RewardPlan:
     """Return the plan of reward.function, reward.kwargs and reward.sources. Raises as `check_sources`."""

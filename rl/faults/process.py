@@ -51,6 +51,14 @@ def process_from(record: dict[str, Any]) -> ProcessIdentity:
     )
 
 
+def is_dead(record: dict[str, Any]) -> bool:
+    """Return whether a record names a process of this host that has ended; False for any other record."""
+    try:
+        return process_from(record).is_gone() is True
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes, shared pages included."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])

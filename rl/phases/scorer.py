@@ -90,7 +90,7 @@ class Scorer:
         samples = [arguments(owners[k], texts[k]) for k in asked]
         self.pool.on_answer = None if tracing.active is None else tracing.active.add_reward
         with tracing.span("reward function", samples=len(samples)):
-            scores = self.pool.score(samples)
+            scores = self.pool.score(samples, logs=False)
         self.first_cause = next(iter(self.pool.failures.values()), "")
         owned = [mine[k] for k in asked]
         self.grades.answers = dict(zip(owned, zip(samples, scores, strict=True)))
@@ -129,6 +129,7 @@ class Scorer:
         failed = (columns["failed"] > 0) | broken
         columns["failed"] = failed.float()
         self._refuse_failures(failed[called], predictions)
+        self.pool.log_failures()
         columns["score"] = columns["score"].masked_fill(failed, self.config.failure_score)
         if "acc" in columns:  # a failed sample counts as wrong
             columns["acc"] = columns["acc"].masked_fill(failed, 0.0)
@@ -145,9 +146,11 @@ class Scorer:
         if failed.all():
             causes = gather_objects(self.first_cause)
             cause = next(filter(None, causes), "the reward model or the sum is not finite")
+            name = "the reward" if self.has_models else self.pool.name
             raise ConfigError(
-                f"the reward failed for all {len(failed)} samples of the first batch; first cause: {cause}; "
-                "correct it (run.mode=score_only tries a function on stored samples)."
+                f"{name} failed for all {len(failed)} samples of the first batch; first cause: {cause}; "
+                "correct it (run.mode=score_only tries a function on stored samples, and "
+                "reward.in_process=true calls it in the rank, where a debugger can stop)."
             )
         self.succeeded.add(is_validation)
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from rl.config.agent_plan import AgentPlan
 from rl.config.functions import companion
 from rl.config.schema import Config, generates_held_out, scores_training
-from rl.data.prompts import Prompt
+from rl.data.prompts import GROUND_TRUTH, Prompt
+from rl.data.reading import read_row
 from rl.engines.inputs import Inputs
 from rl.rewards.mixture import Mixture, read_truth
 from rl.rewards.pool.pool import ScoringPool
@@ -48,20 +49,34 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
         return
     assert inputs.rewards is not None
     mixture = Mixture(inputs.rewards)
-    if rank == 0 and all(prompt.ground_truth is None for prompt in prompts):
-        log.warning(
-            "none of the %d rows that are scored has a reward_model.ground_truth (or name another column in "
-            "data.ground_truth_key); the reward function gets None",
-            len(prompts),
-        )
+    key = config.data.ground_truth_key or GROUND_TRUTH
     for prompt in prompts[rank::world]:
         with at(prompt.place):
-            mixture.check_truth(prompt.ground_truth, prompt.data_source)
+            try:
+                mixture.check_truth(prompt.ground_truth, prompt.data_source)
+            except ValueError as error:
+                if prompt.ground_truth is not None:
+                    raise
+                raise ValueError(f"{key} is missing, which {pool.name} reads; {_remedy(prompt)}.") from error
+    if rank == 0 and all(prompt.ground_truth is None for prompt in prompts):
+        log.warning(
+            "none of the %d rows that are scored has a %s, so %s gets None; if it reads one, %s",
+            len(prompts),
+            key,
+            pool.name,
+            _remedy(prompts[0]),
+        )
     tried = [prompt for prompt in prompts if mixture.tries_truths(prompt.data_source)]
     tried = tried[:: -(-len(tried) // TRIED) or 1][rank::world]
     pool.score([arguments(prompt, None) for prompt in tried], logs=False)
     for number, reason in pool.failures.items():
         raise ValueError(f"{tried[number].place}: {reason.removeprefix('ValueError: ')}")
+
+
+def _remedy(prompt: Prompt) -> str:
+    """Return what to set for ground truths in another column, with the columns of the prompt's file."""
+    columns = ", ".join(map(str, read_row(prompt.place).values))
+    return f"set data.ground_truth_key to its column, one of {columns}"
 
 
 def _environment(plan: AgentPlan, prompt: Prompt) -> str:

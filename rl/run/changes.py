@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from rl.config.checks import OPTIMIZERS
 from rl.config.options import ConfigError, flatten, to_yaml
 from rl.config.schema import Config
 from rl.run_directory.record import own_hashes
@@ -36,7 +37,8 @@ IDENTITY = (
 UNNAMED = "run"
 """Name of a run without a config file and, in checkpoints of earlier versions, of any unnamed run."""
 EXPECTED = ("run.dir", "run.max_steps", "run.max_time", "checkpoint.resume", "checkpoint.accept_changes")
-"""Keys that are often changed to continue a run; their changes are not printed."""
+"""Keys that are often changed to continue a run; their changes are not printed. One of run.max_steps is, if a
+learning rate decays until then."""
 
 
 def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
@@ -45,10 +47,13 @@ def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
     saved: config.yaml of the checkpoint. A key that is missing there, because it is newer, is not compared.
     """
     own, found = yaml.safe_load(to_yaml(config)), {}
+    decays = any(_value(own, f"{section}.schedule") != "constant" for section in OPTIMIZERS)
     for key in flatten(config):
         before, after = _value(saved, key), _value(own, key)
-        if before is not _ABSENT and before != after and key not in EXPECTED:
+        is_rate = key == "run.max_steps" and decays
+        if before is not _ABSENT and before != after and (is_rate or key not in EXPECTED):
             found[key] = f"{_text(before)} -> {_text(after)}"
+            found[key] += " (changes the decay of the learning rate)" if is_rate else ""
     if _value(saved, "run.name") == UNNAMED:
         found.pop("run.name", None)
     return found

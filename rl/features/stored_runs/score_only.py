@@ -49,12 +49,14 @@ def score_only(config: Config) -> int:
         pool.check()
         for step, path in files.items():
             rows = _whole(read(path, [*COLUMNS]).to_pylist())
-            scores = pool.score([_asked(row) for row in rows])
+            scores = pool.score([_asked(row) for row in rows], logs=False)
             if not totals and rows and len(pool.failures) == len(rows):
                 raise ConfigError(
-                    f"the reward failed for all {len(rows)} samples of step {step}; first cause: "
-                    f"{pool.failures[0]}"
+                    f"{pool.name} failed for all {len(rows)} samples of step {step}; first cause: "
+                    f"{pool.failures[0]}; correct it (reward.in_process=true calls it in this process, where "
+                    "a debugger can stop)."
                 )
+            pool.log_failures()
             pairs = [(row["score"], _with_models(reward, row, score)) for row, score in zip(rows, scores)]
             totals += pairs
             changed = [i for i, (old, new) in enumerate(pairs) if not _same(old, new)]

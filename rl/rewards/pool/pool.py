@@ -74,11 +74,14 @@ class ScoringPool(Pool[ScoringWorker]):
     def __init__(self, plan: RewardPlan, *, failure_score: float, timeout_s: float, **limits: Any):
         """Store the limits, see `Pool`. timeout_s: time limit of each call, in seconds."""
         super().__init__(plan, {"timeout_s": timeout_s}, **limits)
+        self.name = plan.name
+        """Name of the reward function, for messages."""
         self._failure_score, self._timeout_s = float(failure_score), timeout_s
         self._jobs = _Jobs(0)
         self._warned_at = 0.0
         self.failures: dict[int, str] = {}
         """Reason of each failed call of the last `score`, by sample, as one sentence."""
+        self._first = ""
         self.on_answer: Callable[[int, float], None] | None = None
         """Called after each answer with the worker's number, and time.monotonic() of the answer before."""
 
@@ -86,9 +89,8 @@ class ScoringPool(Pool[ScoringWorker]):
         """Return one Score per sample, in order, with `score`, `failed` and the function's other values.
 
         A sample gets {"score": failure_score, "failed": 1.0} if its call raises, exceeds the time limit, ends
-        its process or returns no finite score. With `logs` the number of failures and the first one are a
-        warning in the log; the same failure is described once per process. No exception of a reward function
-        is raised.
+        its process or returns no finite score. With `logs` failures are logged at once (`log_failures`). No
+        exception of a reward function is raised.
 
         If a worker dies or blocks during concurrent async calls, these are repeated in ever smaller groups
         until the failing call is isolated.
@@ -112,7 +114,10 @@ class ScoringPool(Pool[ScoringWorker]):
         for worker in self.all:
             worker.request_sweep()
         self.reap(wait=False)
-        return self._to_scores(jobs, logs=logs)
+        scores = self._to_scores(jobs)
+        if logs:
+            self.log_failures()
+        return scores
 
     # ---- workers ----
 
@@ -185,19 +190,27 @@ class ScoringPool(Pool[ScoringWorker]):
             jobs.give_back(left[len(left) // 2 :])
             jobs.give_back(left[: len(left) // 2])
 
-    def _to_scores(self, jobs: "_Jobs", *, logs: bool) -> list[Score]:
+    def log_failures(self) -> None:
+        """Log the number of failures of the last `score`, and the first one with its traceback.
+
+        The same failure is described once per process.
+        """
+        if not self.failures:
+            return
+        log.warning(
+            "%s failed on %d of %d samples, which get the score %g; the first failure%s",
+            self.name,
+            len(self.failures),
+            len(self._jobs.outcomes),
+            self._failure_score,
+            " was logged before" if self._first in _logged else ":\n" + self._first,
+        )
+        _logged.add(self._first)
+
+    def _to_scores(self, jobs: "_Jobs") -> list[Score]:
         failures = {i: outcome for i, outcome in enumerate(jobs.outcomes) if isinstance(outcome, str)}
         self.failures = {i: reason.partition("\n")[0] for i, reason in failures.items()}
-        if failures and logs:
-            first = next(iter(failures.values()))
-            log.warning(
-                "the reward function failed on %d of %d samples, which get the score %g; the first failure%s",
-                len(failures),
-                len(jobs.outcomes),
-                self._failure_score,
-                " was logged before" if first in _logged else ":\n" + first,
-            )
-            _logged.add(first)
+        self._first = next(iter(failures.values()), "")
         outcomes = [outcome for outcome in jobs.outcomes if outcome is not None]
         assert len(outcomes) == len(jobs.outcomes), "every sample has been answered"
         return [

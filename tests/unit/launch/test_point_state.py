@@ -1,9 +1,11 @@
 """The state of a point of a sweep in one job; the sweep's heartbeats are the point's heartbeats."""
 
 import json
+import subprocess
 import time
 
-from launch.runs import SILENT_S, read_runs
+from launch.runs import LOCK, SILENT_S, read_runs
+from rl.faults.lock import FILE_NAME, RunLock
 from rl.run_directory.status import Status
 
 
@@ -23,3 +25,14 @@ def test_a_point_lives_as_long_as_its_sweep(tmp_path):
     assert read_runs([point])[0].state == "running"
     write_beat(tmp_path, 2 * SILENT_S)
     assert read_runs([point])[0].state == "lost"
+
+
+def test_a_run_whose_process_was_killed_here_is_lost(tmp_path):
+    Status(str(tmp_path), max_steps=4, leads=True).write(step=1)
+    write_beat(tmp_path, 0)
+    lock = RunLock.take(tmp_path, silent_s=1)
+    assert lock.path.name == LOCK == FILE_NAME and read_runs([tmp_path])[0].state == "running"
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    lock.path.write_text(json.dumps(json.loads(lock.path.read_text()) | {"pid": ended.pid}))
+    assert read_runs([tmp_path])[0].state == "lost"

@@ -89,6 +89,8 @@ class Judge:
         self.scorer.config, self.scorer.seed, self.scorer.device = config.reward, 0, None
         self.scorer.tokenizers, self.scorer.parse_grade = {"judge": tokenizer}, lambda text: next(self.grades)
         self.scorer.first_cause, self.scorer.succeeded = "", set()
+        self.scorer.model, self.scorer.judge = None, None
+        self.scorer.pool = SimpleNamespace(name="reward.function=own.py:score")
         answers = SimpleNamespace(response_ids=[np.array([1], np.int32)] * len(grades))
         monkeypatch.setattr(scorer_module, "end_token_ids", lambda path: set())
         monkeypatch.setattr(scorer_module, "exchange", lambda *_: None)
@@ -115,7 +117,9 @@ def test_a_first_batch_of_failures_ends_the_run(monkeypatch):
     none, one, every = (torch.tensor(failed) for failed in ([], [True, False], [True, True]))
     scorer._refuse_failures(none.bool(), False)  # environments scored all
     for is_validation in (False, True):
-        with pytest.raises(ConfigError, match="failed for all 2 samples .*; first cause: KeyError: 'answer'"):
+        with pytest.raises(
+            ConfigError, match="own.py:score failed for all 2 samples .*; first cause: KeyError: 'answer'"
+        ):
             scorer._refuse_failures(every, is_validation)
     scorer._refuse_failures(one, False)
     scorer._refuse_failures(every, False)  # later failures are counted, and do not end the run

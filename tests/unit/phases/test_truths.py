@@ -25,6 +25,8 @@ def try_truth(ground_truth, **kwargs): ...
 class Pool:
     """A pool that records the truths it scores, and fails for truths in `bad`."""
 
+    name = "reward.function=x"
+
     def __init__(self, bad=()):
         self.bad, self.truths = bad, []
 
@@ -32,6 +34,13 @@ class Pool:
         assert all(sample["response"] is None for sample in samples)
         self.truths = [sample["ground_truth"] for sample in samples]
         self.failures = {i: "it passes" for i, truth in enumerate(self.truths) if truth in self.bad}
+
+
+@pytest.fixture(autouse=True)
+def rows(tmp_path, monkeypatch):
+    """The rows of which the prompts are."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "72"}\n' * 2)
 
 
 def check(monkeypatch, truths, function, pool=None, *, overrides=(), rank=0, world=1, **kwargs):
@@ -48,8 +57,9 @@ def check(monkeypatch, truths, function, pool=None, *, overrides=(), rank=0, wor
 def test_a_truth_that_a_function_cannot_read_is_refused_with_its_row(name, monkeypatch):
     right = {"countdown": '{"target": 3, "numbers": [1, 2]}', "code": "assert f(1) == 2"}.get(name, "72")
     check(monkeypatch, [right, right], f"rl.rewards.{name}:score")
-    with pytest.raises(ValueError, match="^a.jsonl, row 2: reward_model.ground_truth"):
+    with pytest.raises(ValueError, match="^a.jsonl, row 2: reward_model.ground_truth") as caught:
         check(monkeypatch, [right, None], f"rl.rewards.{name}:score")
+    assert str(caught.value).endswith("set data.ground_truth_key to its column, one of question, answer.")
 
 
 def test_each_rank_checks_its_share(monkeypatch, tmp_path):
@@ -78,6 +88,9 @@ def test_rows_without_any_truth_give_one_warning(monkeypatch, caplog):
         check(monkeypatch, [None, "72"], "rl.rewards.format:score")
     (record,) = caplog.records
     assert "none of the 2 rows that are scored has a reward_model.ground_truth" in record.getMessage()
+    with pytest.raises(ValueError, match="is missing, which reward.function=x reads"):
+        check(monkeypatch, [None, None], "rl.rewards.exact:score")
+    assert len(caplog.records) == 1  # one message, and not two that contradict each other
 
 
 def test_the_truths_of_environments_are_their_own(monkeypatch):

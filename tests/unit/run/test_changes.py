@@ -122,3 +122,13 @@ def test_an_unnamed_run_takes_the_name_of_its_config_file(tmp_path):
     assert load_config(str(tmp_path / "mine.yaml")).run.dir == "runs/mine"
     assert load_config(str(tmp_path / "mine.yaml"), ["run.name=b"]).run.dir == "runs/b"
     assert load_config(None).run.dir == "runs/run"
+
+
+def test_another_end_is_named_if_the_learning_rate_decays_to_it():
+    later, decays = ("run.max_steps=9",), ("training.optimizer.schedule=cosine",)
+    for rate, words in (
+        ((), {}),
+        (decays, {"run.max_steps": "10 -> 9 (changes the decay of the learning rate)"}),
+    ):
+        saved = yaml.safe_load(to_yaml(config("run.max_steps=10", *rate)))
+        assert changes(config(*later, *rate), saved) == words
