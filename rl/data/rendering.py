@@ -70,6 +70,26 @@ def warn_of_unlike_prompts(prompts: Sequence[Any], held_out: Sequence[Prompt]) -
     )
 
 
+def note_of_strings(prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a note if prompts are strings though the model has a chat template; "" otherwise.
+
+    prompts: rows of data.train; conversations and pairs are ignored.
+    """
+    strings = (
+        row
+        for row in prompts
+        if isinstance(row, Prompt) and row.messages is None and row.response_mask is None
+    )
+    first = next(strings, None)
+    if first is None or tokenizer.chat_template is None:
+        return ""
+    file = first.place.rpartition(", row ")[0] or "data.train"
+    return (
+        f"note: the prompts of {file} are strings, so the model's chat template is not applied; write them "
+        "as a list of {role, content} to apply it."
+    )
+
+
 def _chosen(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Return the prompts to compare: some from all parts of the set, and some that begin or end differently.
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rl.checkpoint.directory import Saved
-from rl.config.schema import Config, generates_batches, generates_held_out, learns
+from rl.config.schema import Config, generates_batches, generates_held_out, learns, learns_from_samples
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import num_shared
-from rl.data.rendering import warn_of_unlike_prompts
+from rl.data.rendering import note_of_strings, warn_of_unlike_prompts
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
 from rl.phases.step_record import StepRecord
@@ -67,6 +67,9 @@ class RunLog:
             )
         if trains and (warning := warn_of_unlike_prompts(inputs.prompts, inputs.held_out)):
             step.progress.line(warning)
+        asks = trains and learns_from_samples(config) and not config.agents.is_on
+        if asks and (note := note_of_strings(inputs.prompts, inputs.tokenizer)):
+            step.progress.line(note)
 
     def store(self, collected: Batch, learned: Batch, weights: dict[str, Any]) -> None:
         """Store the step's digests and samples.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl.data.prompts import load_prompts
-from rl.data.rendering import MAX_COMPARED, check_rendering, warn_of_unlike_prompts
+from rl.data.rendering import MAX_COMPARED, check_rendering, note_of_strings, warn_of_unlike_prompts
 from tests.unit.data.test_prompts import write_jsonl
 from tools.make_toy import build_tokenizer
 
@@ -96,3 +96,9 @@ def test_validation_without_the_template_is_warned_of(prompts):
     assert "those of data.train are strings" in warn_of_unlike_prompts(strings, chats)
     for pair in ((chats, chats), (strings, strings), (prompts, chats), (chats, []), ([object()], chats)):
         assert warn_of_unlike_prompts(*pair) == ""
+
+
+def test_strings_are_noted_if_the_model_has_a_template(prompts, tokenizer):
+    chats, strings = prompts[:600], prompts[600:]
+    assert "are strings, so the model's chat template is not applied" in note_of_strings(strings, tokenizer)
+    assert note_of_strings([*chats, object()], tokenizer) == ""
