@@ -13,19 +13,22 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 # As a script, Python searches only tools/ for modules.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
-from rl.config.schema import load_config
-from rl.dry_run.changes import Change
+from rl.config.options import ConfigError
+from rl.config.schema import Config, load_config
+from rl.dry_run.changes import Change, with_values
 from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.hardware import GIB, GPUS, Hardware, kind_of
-from rl.dry_run.layouts import fastest
+from rl.dry_run.layouts import fastest, find_layout
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,17 +40,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         for gpu in arguments.gpu or ["h100"]:
             hardware = Hardware(ranks_per_node=min(arguments.gpus_per_node, arguments.gpus), **GPUS[gpu])
             lengths = {"prompt": arguments.mean_prompt_tokens, "response": arguments.mean_response_tokens}
-            own = estimate(config, arguments.gpus, hardware, plan=False, **lengths)
+            layout, own = start_of(config, arguments.gpus, hardware, lengths)
             factors = factors_of(arguments.measured, hardware, lengths) if arguments.measured else {}
             found = fastest(own, count=5)
             print(f"{arguments.gpus} x {gpu}: {config.run.name}" + ("" if found else ": nothing fits"))
             for place, change in enumerate(sorted(found, key=lambda each: total(each, factors)), start=1):
+                change = replace(change, values={**layout, **change.values})
                 print(lines_of(place, change, factors))
             fits = fits or bool(found)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0 if fits else 2
+
+
+def start_of(
+    config: Config, gpus: int, hardware: Hardware, lengths: Mapping[str, Any]
+) -> tuple[dict[str, object], Estimate]:
+    """Return the layout with which the search starts, and its estimate; {} for the config's own layout.
+
+    Raises ConfigError, about the config's own layout, if that is invalid on so many GPUs and no other fits.
+    """
+    try:
+        return {}, estimate(config, gpus, hardware, plan=False, **lengths)
+    except ConfigError:
+        layout = find_layout(config, gpus, ranks_per_node=hardware.ranks_per_node)
+        if layout is None:
+            raise
+    return layout, estimate(with_values(config, layout), gpus, hardware, plan=False, **lengths)
 
 
 def lines_of(place: int, change: Change, factors: Mapping[str, float]) -> str:

@@ -19,6 +19,7 @@ from rl.dry_run.report import verdict
 from rl.models import architecture
 from rl.models.placement import RolloutPlacement
 from rl.runtime.ranks import Ranks
+from tools.plan import main as plan
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = ROOT / "configs"
@@ -383,3 +384,11 @@ class TestCommand:
         shape = ("--model-shape", str(CONFIGS / "models" / "qwen3-8b"))
         assert self.run("--world-size", "8", *shape, "model.path=models/unknown") == 0
         assert "8.19 B parameters" in capsys.readouterr().out
+
+
+def test_a_plan_starts_from_another_layout_if_the_own_one_cannot_run(capsys):
+    config = str(CONFIGS / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml")
+    assert plan(["--gpus", "6", config, "training.tp=4"]) == 0
+    assert "training.tp=2 training.pp=1 rollout.tp=1" in capsys.readouterr().out
+    assert plan(["--gpus", "7", config]) == 2
+    assert "does not divide the world of 7 ranks" in capsys.readouterr().err
