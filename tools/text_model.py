@@ -1,6 +1,6 @@
 """Write the text model of a Qwen3.5 checkpoint, which has a vision tower, as a checkpoint of its own.
 
-    lockstep model text models/Qwen3.5-35B-A3B --out models/qwen3.5-35b-a3b
+    lockstep model text models/Qwen3.5-35B-A3B --out models/Qwen3.5-35B-A3B-text
 
 The tensors keep their values. The tower and the layers for multi-token prediction are left out. Each expert
 becomes a tensor of its own; the published files hold a layer's experts as one. transformers and vLLM read the

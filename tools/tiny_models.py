@@ -65,12 +65,13 @@ GPT_OSS_ROPE = dict(
     beta_slow=1.0,
     truncate=False,
 )
+LAYER_TYPES = ["sliding_attention", "full_attention"]
 GEMMA3 = dict(
     head_dim=64,
     query_pre_attn_scalar=48,
     num_hidden_layers=4,
     sliding_window=12,  # shorter than the sequences of tests
-    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    layer_types=2 * LAYER_TYPES,
     rope_parameters=dict(
         sliding_attention=dict(rope_type="default", rope_theta=100.0),
         full_attention=dict(rope_type="linear", rope_theta=10000.0, factor=8.0),
@@ -198,10 +199,19 @@ DEEP_TEXT = dict(
         rope_type="default", rope_theta=1e4, mrope_section=[12, 10, 10], mrope_interleaved=True
     ),
 )
-DEEP_TOWER = TOWER | dict(
+PLAIN_TOWER = TOWER | dict(
     patch_size=14,
     num_position_embeddings=9,  # a grid of 3 x 3, the images' embeddings are interpolated from it
-    deepstack_visual_indexes=[0, 1],
+)
+DEEP_TOWER = PLAIN_TOWER | dict(deepstack_visual_indexes=[0, 1])
+QUARTER = dict(
+    rope_parameters=dict(
+        rope_type="default",
+        rope_theta=1e4,
+        partial_rotary_factor=0.25,
+        mrope_section=[4, 2, 2],
+        mrope_interleaved=True,
+    )
 )
 VISION: dict[str, tuple[dict, dict]] = {
     "Qwen2_5_VLForConditionalGeneration": (
@@ -220,6 +230,8 @@ VISION: dict[str, tuple[dict, dict]] = {
         ),
         DEEP_TOWER,
     ),
+    "Qwen3_5ForConditionalGeneration": (DELTA_NETS | QUARTER, PLAIN_TOWER),
+    "Qwen3_5MoeForConditionalGeneration": (DELTA_NETS | GATED_EXPERT | QUARTER, PLAIN_TOWER),
 }
 """Architecture with a vision tower -> keys of its tiny text and vision configs in addition to SIZES."""
 
@@ -234,6 +246,7 @@ BY_CLASS: dict[str, dict] = {
     ),
     "Olmo2ForCausalLM": {},
     "CohereForCausalLM": dict(logit_scale=0.5),
+    "Cohere2ForCausalLM": dict(logit_scale=0.5, sliding_window=12, layer_types=LAYER_TYPES),
     "Starcoder2ForCausalLM": dict(sliding_window=12),
     "OlmoeForCausalLM": dict(num_experts=8, num_experts_per_tok=3),
 }
@@ -297,9 +310,24 @@ def save_tiny(architecture: str, directory: Path, *, seed: int, tie: bool = Fals
         tensors = load_file(file)
         experts = {name: x.mT.contiguous() for name, x in tensors.items() if ".mlp.experts." in name}
         save_file(tensors | experts, file, metadata={"format": "pt"})
+    if architecture == "Qwen3_5MoeForConditionalGeneration":
+        save_file(_with_joined_experts(load_file(file)), file, metadata={"format": "pt"})
     if options.get("num_nextn_predict_layers"):
         save_file(_with_prediction_head(load_file(file), hf), file, metadata={"format": "pt"})
     return str(directory)
+
+
+def _with_joined_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with the experts of a layer in two of them, as published files have them."""
+    out = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for block in {name.partition(".experts.")[0] for name in tensors.keys() - out.keys()}:
+        count = sum(name.startswith(f"{block}.experts.") for name in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors[f"{block}.experts.{expert}.{kind}_proj.weight"] for expert in range(count)])
+            for kind in ("gate", "up", "down")
+        )
+        out |= {f"{block}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{block}.experts.down_proj": down}
+    return out
 
 
 def _with_prediction_head(tensors: dict[str, torch.Tensor], hf: dict) -> dict[str, torch.Tensor]:

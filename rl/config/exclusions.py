@@ -44,8 +44,6 @@ EXCLUSIONS = {
         "adapter.base=fp8": f"only Megatron's layers are dequantised; {MODEL_BASE}",
         "adapters in the engine": f"only merged values are gathered from the ranks of a copy; {MERGED}",
         "critic.share_base": "each class gathers weights of its own; leave out critic.share_base",
-        "a teacher": f"distributions are computed with Megatron's heads; {MEGATRON}",
-        "roles": f"the link plans the weights of Megatron's layers; {MEGATRON}",
         "training.router_replay": f"experts are replayed in Megatron's routers; {MEGATRON}",
         "a prediction head": f"the head is built from Megatron's layers; {MEGATRON}",
         "model.numerics=bitwise": f"the bitwise layers replace Megatron's; {MEGATRON}",
@@ -79,8 +77,12 @@ EXCLUSIONS = {
         "data.messages_key": (
             "conversations are read without images; use prompts with a response (data.response_key)"
         ),
-        "whole responses, needs critic, reward.model.path, a teacher": (
-            f"only a policy that learns from its own samples or by sft reads images; {NO_IMAGES}"
+        "whole responses, needs critic, reward.model.path": (
+            "only a policy that learns from its own samples or by sft, and its teachers, read images; "
+            f"{NO_IMAGES}"
+        ),
+        "teacher.self_taught=present|initial, teacher.student_share": (
+            f"teachers read images only in the policy's own samples; {NO_IMAGES}"
         ),
         "agents.on_rewrite=new_row": (
             "a rewritten conversation would lose its images; use agents.on_rewrite=refuse"
@@ -417,14 +419,14 @@ _NOT_BUILT = {
     "a class of transformers": (
         "training.tp, training.pp, training.cp, training.ep, training.etp, training.vpp, "
         "training.recompute=selective, training.recompute_every, adapter.kind=dora, adapter.init=pissa, "
-        "adapter.base=fp8, adapters in the engine, critic.share_base, a teacher, roles, "
+        "adapter.base=fp8, adapters in the engine, critic.share_base, "
         "training.router_replay, a prediction head, model.numerics=bitwise, data.image_key, "
         "rollout.quantization=fp8, scaled rotation"
     ),
     "data.image_key": (
-        "data.messages_key, whole responses, needs critic, reward.model.path, a teacher, "
-        "roles, rollout.carry_over, a sweep, run.mode=train_only, training.cp, training.vpp, "
-        "model.numerics=bitwise"
+        "data.messages_key, whole responses, needs critic, reward.model.path, "
+        "teacher.self_taught=present|initial, teacher.student_share, roles, rollout.carry_over, a sweep, "
+        "run.mode=train_only, training.cp, training.vpp, model.numerics=bitwise"
     ),
     "model.vision=train": "adapters",
     "roles": "rollout.longest_first",

@@ -58,9 +58,10 @@ def check_layout(
     """
     check_architecture(hf, path or config.model.path, supported)
     sees, key = "vision_config" in hf, config.data.image_key
-    if sees and path is not None:
+    if sees and path is not None and not (key and path in config.teacher.paths):
         raise ConfigError(
-            f"The model in {path} has a vision tower, but only the policy reads images; use a text model."
+            f"The model in {path} has a vision tower, but only the policy and its teachers read images, with "
+            "data.image_key; use a text model."
         )
     if path is None and sees != bool(key):
         way = "leave it out" if key else "set it to a column such as images; rows without images are text"

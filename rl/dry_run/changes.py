@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rl.config.features import CLASS, is_on
 from rl.config.options import ConfigError, flatten
 from rl.config.schema import Config, needs_engine
 from rl.dry_run.estimate import Estimate, changed, planned
@@ -71,6 +72,9 @@ def single_changes(config: Config, world_size: int) -> Iterator[tuple[str, objec
         if training.micro_batch_tokens // divisor >= 1024:
             yield "training.micro_batch_tokens", training.micro_batch_tokens // divisor
     sizes = {f"training.{name}": getattr(training, name) for name in ("tp", "pp", "cp", "ep")}
+    if is_on(config, CLASS):
+        sizes = {}
+        yield "training.shard", world_size
     if needs_engine(config):
         sizes["rollout.tp"] = config.rollout.tp
     for key, size in sizes.items():

@@ -43,6 +43,8 @@ VISION = {
     "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl",
     "Qwen3VLForConditionalGeneration": "qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "qwen3_vl",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_vl",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_vl",
 }
 """Architectures with a vision tower -> their file, which only a run with such a model imports."""
 SUPPORTED = (*(name for file in _FILES for name in file.ARCHITECTURES), *VISION)

@@ -40,6 +40,8 @@ JOINED = {
     "up_proj": ("gate_up_proj", 1),
 }
 """Layer in transformers -> the layer of vLLM's decoders that it is a part of, and which part."""
+LONGER_WINDOWS = ("cohere2",)
+"""Types whose windows have one token more in vLLM, as in the models' training, than in transformers."""
 NOT_SUPPORTED = "not supported by training.backend=transformers"
 SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 
@@ -82,7 +84,10 @@ def class_config(hf: dict) -> "PreTrainedConfig":
     kind_of_config = CONFIG_MAPPING[kind]
     with _refusals():
         plain = kind_of_config._decode_special_floats(json.loads(json.dumps(plain)))
-        return kind_of_config.from_dict(plain)
+        config = kind_of_config.from_dict(plain)
+    if kind in LONGER_WINDOWS and config.sliding_window:
+        config.sliding_window += 1
+    return config
 
 
 @contextmanager
@@ -130,7 +135,7 @@ def check(hf: dict) -> None:
     model = on_meta(hf)
     if model.get_output_embeddings() is None:
         raise ValueError(f"{name} has no head over the vocabulary; such models are {NOT_SUPPORTED}.")
-    if scalars := [name for name, tensor in model.named_parameters() if not tensor.dim()]:
+    if scalars := [name for name, tensor in model.state_dict().items() if not tensor.dim()]:
         raise ValueError(f"{name} has the single number {scalars[0]}; such models are {NOT_SUPPORTED}.")
     places(hf)
     if moving := _rotations(model.config) & {"dynamic", "longrope"}:

@@ -47,28 +47,36 @@ def _text(hf: dict) -> ModuleType:
 
 def weights(hf: dict) -> list[Weight]:
     """Return every parameter: first the tower's, then the text model's."""
+    return with_tower(hf, _text(hf).weights(hf), transposed=True)
+
+
+def with_tower(hf: dict, text: list[Weight], *, transposed: bool) -> list[Weight]:
+    """Return the tower's parameters, then those of a text model, by their names behind the tower.
+
+    transposed: whether the files hold an expert's matrices with rows and columns exchanged.
+    """
     seen = [replace(weight, hf=(f"model.{weight.hf[0]}",)) for weight in tower(hf["vision_config"])]
-    text = []
-    for weight in _text(hf).weights(hf):
+    behind = []
+    for weight in text:
         names = tuple(name.replace("model.", "model.language_model.", 1) for name in weight.hf)
-        text.append(replace(weight, hf=names, vllm=f"language_model.{weight.vllm}"))
-    for is_expert, group in groupby(text, lambda weight: weight.expert is not None):
+        behind.append(replace(weight, hf=names, vllm=f"language_model.{weight.vllm}"))
+    for is_expert, group in groupby(behind, lambda weight: weight.expert is not None):
         parts = list(group)
         if is_expert:  # gate and up of each, then down of each, as in the files
-            parts = [_of_expert(weight, num_experts(hf)) for weight in parts[::2] + parts[1::2]]
+            parts = [_of_expert(part, num_experts(hf), transposed) for part in parts[::2] + parts[1::2]]
         seen += parts
     return seen
 
 
-def _of_expert(weight: Weight, count: int) -> Weight:
-    """Return an expert's weight [rows, H] as a part of the layer's tensor [E, H, rows]."""
+def _of_expert(weight: Weight, count: int, transposed: bool) -> Weight:
+    """Return an expert's weight [rows, H] as a part of the layer's tensor [E, rows, H], or [E, H, rows]."""
     block, _, name = weight.hf[0].rpartition(f".{weight.expert}.")
     if len(weight.hf) == 2:  # gate and up
         name, rows = "gate_up_proj.weight", tuple(shape[0] for shape in weight.shapes)
         shape, cut = (sum(rows), weight.shapes[0][1]), joined(weight.cut, rows)
         weight = replace(weight, hf=(f"{block}.{weight.expert}.{name}",), shapes=(shape,), cut=cut)
-    stored = Stored(f"{block}.{name.removesuffix('.weight')}", weight.expert or 0, count, transposed=True)
-    return replace(weight, stored=stored)
+    name = f"{block}.{name.removesuffix('.weight')}"
+    return replace(weight, stored=Stored(name, weight.expert or 0, count, transposed=transposed))
 
 
 def tower(vision: dict) -> list[Weight]:
@@ -86,7 +94,7 @@ def tower(vision: dict) -> list[Weight]:
         out += linear(f"{block}attn.qkv", 3 * width, width) + linear(f"{block}attn.proj", width, width)
         out += linear(f"{block}mlp.linear_fc1", ffn, width) + linear(f"{block}mlp.linear_fc2", width, ffn)
     wide = merged * width
-    inner = [f"deepstack_merger_list.{n}" for n in range(len(vision["deepstack_visual_indexes"]))]
+    inner = [f"deepstack_merger_list.{n}" for n in range(len(vision.get("deepstack_visual_indexes", ())))]
     for name, normed in (("merger", width), *((name, wide) for name in inner)):
         out += norm(f"{name}.norm", normed) + linear(f"{name}.linear_fc1", wide, wide)
         out += linear(f"{name}.linear_fc2", vision["out_hidden_size"], wide)

@@ -19,12 +19,10 @@ NEEDS = {
     "shared_expert_intermediate_size": "a shared expert with a gate in this class",
     "attn_type_list": "linear attention in some layers",
     "audio_config": "an encoder of sound",
-    "vision_config": "an encoder of images other than those of Qwen2.5-VL and Qwen3-VL",
+    "vision_config": "an encoder of images other than those of docs/vision.md",
     "sliding_window": "attention with a window in this class",
 }
 """Key of config.json, or of its text_config -> what the model needs if the value is not empty."""
-TEXT_ALONE = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
-"""Architectures with a vision tower and a supported text model."""
 
 
 def needed(hf: dict[str, Any]) -> str:
@@ -34,8 +32,6 @@ def needed(hf: dict[str, Any]) -> str:
     """
     if not hf.get("architectures"):
         return ""
-    if hf["architectures"][0] in TEXT_ALONE:
-        return ", of which only the text model is supported; write it with `lockstep model text`"
     for key, need in NEEDS.items():
         for prefix, tree in (("", hf), ("text_config.", hf.get("text_config") or {})):
             value = tree.get(key)

@@ -11,6 +11,7 @@ OF_FEATURES = (
     "rl.data.images",
     "rl.models.qwen2_5_vl",
     "rl.models.qwen3_vl",
+    "rl.models.qwen3_5_vl",
     "rl.rollout.cpu_fp8",
     "rl.rollout.dp_attention",
     "rl.sandbox.apart",

@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 from tests import bounds
 from tests.checkpoints import assert_same_checkpoint, save_tiny
 from tests.records import comparable
-from tests.toy import train
+from tests.toy import UNSCORED, train
 
 STEPS = ("run.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=0", "checkpoint.export_hf=true")
-TIED = ("Gemma2ForCausalLM", "CohereForCausalLM")
+TIED = ("Gemma2ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM")
 
 
 def cut_back(straight, killed):
@@ -28,6 +28,7 @@ CASES = {
     "Olmo2ForCausalLM": LORA,
     "OlmoeForCausalLM": (),
     "CohereForCausalLM": ("algorithm=ppo", "training.recompute=full"),
+    "Cohere2ForCausalLM": (),
     "Starcoder2ForCausalLM": LORA,
 }
 """Family -> settings, besides GRPO on two ranks that share the weights."""
@@ -51,11 +52,23 @@ def test_three_steps_resumed_and_exported(config, tmp_path, family):
 
 
 @pytest.mark.slow
-def test_a_run_continues_with_the_other_backend(config, tmp_path):
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_class_learns_from_a_teacher(config, tmp_path, top_k):
+    model, teacher = (save_tiny("Olmo2ForCausalLM", tmp_path / str(seed), seed=seed) for seed in (1, 5))
+    keys = ("algorithm=distill", f"model.path={model}", f"teacher.path={teacher}", f"teacher.top_k={top_k}")
+    first, *_, last = train(2, config, *keys, "run.max_steps=4", *UNSCORED)
+    assert first["distill/divergence"] > last["distill/divergence"] > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Qwen2ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("first, second", [("megatron", "transformers"), ("transformers", "megatron")])
+def test_a_run_continues_with_the_other_backend(config, tmp_path, family, first, second):
     """Weights and moments of a checkpoint have Hugging Face names, on another number of ranks too."""
     straight, changed = tmp_path / "straight", tmp_path / "changed"
-    expected = train(2, config, "training.backend=megatron", *STEPS, run=straight)
+    keys = (f"model.path={save_tiny(family, tmp_path / 'tiny', seed=1)}", *STEPS)
+    expected = train(2, config, f"training.backend={first}", *keys, run=straight)
     cut_back(straight, changed)
-    found = train(1, config, "training.backend=transformers", *STEPS, run=changed)
+    found = train(1, config, f"training.backend={second}", *keys, run=changed)
     for key in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm"):
         assert found[-1][key] == pytest.approx(expected[-1][key], rel=1e-5)

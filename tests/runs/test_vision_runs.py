@@ -117,6 +117,15 @@ def test_layers_that_add_inner_outputs_are_recomputed_equally(tmp_path, squares)
 
 
 @pytest.mark.slow
+def test_a_teacher_sees_the_images(tmp_path, squares):
+    """A teacher with the policy's weights has the policy's distributions, until the policy moves."""
+    keys = ("algorithm=distill", f"teacher.path={squares}/model", *GRPO[1:3], *GRPO[5:8], "run.max_steps=2")
+    keys += ("data.prompts_per_step=8", "validation.every=0", "training.pp=2")
+    first, _ = train(2, write_config(tmp_path, squares), *keys)
+    assert first["distill/divergence"] < 1e-6 and first["actor/grad_norm"] < 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("game", ["Views", "Shown"])
 def test_images_that_an_environment_returns_reach_engine_and_trainer(tmp_path, squares, game):
     """The engine's log-probs of turns after images are the trainer's, on two pipeline stages."""

@@ -68,11 +68,13 @@ def heads_divided(config: Config, hf: dict[str, Any]) -> dict[str, object]:
     """Return the settings with which training.tp is at most a model's number of key/value heads.
 
     {}: it is already. The ranks beyond them share the tokens of a sequence by training.cp instead, as verl's
-    Ulysses does.
+    Ulysses does, unless the sequences have images.
     """
     training, heads = config.training, num_kv_heads(hf)
-    if training.tp <= heads or training.tp % heads or config.data.image_key:
+    if training.tp <= heads or training.tp % heads:
         return {}
+    if config.data.image_key:
+        return {"training.tp": heads}
     cp = training.cp * training.tp // heads
     tokens = -(-training.micro_batch_tokens * training.cp // cp)
     return {"training.tp": heads, "training.cp": cp, "training.micro_batch_tokens": tokens}

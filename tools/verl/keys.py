@@ -152,16 +152,15 @@ REFUSED = {
 """Pattern of a setting without which the run would be another one -> what is needed instead."""
 MODELS = {
     r"DeepSeek-V(3\.2|4)|GLM-?5": "sparse attention is not supported; docs/models.md lists what is.",
-    r"Nemotron": "Mamba layers are not supported; docs/models.md lists what is.",
     r"MiMo": "Qwen2 with heads of its own for multi-token prediction is not supported; see docs/models.md.",
-    r"Qwen1\.5-MoE|Hy3|MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
+    r"MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
     r"-MoE-merge$": "VeOmni's merged checkpoint cannot be read; name the one from which it was made.",
     r"Omni|(?<!Qwen2\.5-)(?<!Qwen3-)VL\b|4\.\dV|Kimi-K2\.[5-9]": (
-        "of models that see or hear, Qwen2.5-VL and Qwen3-VL are supported; docs/models.md lists others."
+        "of models that see or hear, Qwen2.5-VL, Qwen3-VL and Qwen3.5 are supported (docs/models.md)."
     ),
 }
 """Pattern of the name of a published model -> why it cannot be trained."""
-BY_CLASS = r"(?i)gemma-(1|2|7)"
+BY_CLASS = r"(?i)gemma-(1|2|7)|Qwen1\.5-MoE|Nemotron-3-Nano|\bHy3"
 """Pattern of the names of models that train as their class in transformers."""
 TEXT_ALONE = r"Qwen3\.[5-9]"
 """Pattern of the names of models with a vision tower and a trainable text model."""

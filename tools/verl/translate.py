@@ -56,11 +56,8 @@ def refuse(settings: VerlSettings) -> None:
     for key in MODEL_PATHS:
         if why := reason(str(settings.given.get(key, "")), MODELS):
             raise ValueError(f"{key}={settings.given[key]}: {why}")
-        if re.search(TEXT_ALONE, str(settings.given.get(key, ""))) and reads_images(settings):
-            raise ValueError(
-                f"{key}={settings.given[key]}: of this model only the text can be trained, but the script "
-                "reads images; of models that see, only Qwen2.5-VL and Qwen3-VL are supported."
-            )
+    if "video" in (files := str(settings.given.get("data.train_files", ""))):
+        raise ValueError(f"data.train_files={files}: videos are not supported; train on text or images.")
     for key, value in settings.given.items():
         if value not in OFF and (why := reason(key, REFUSED)):
             text = " ".join(str(value).split())
@@ -133,7 +130,7 @@ def layout(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     dynamic = get(f"{actor}.use_dynamic_bsz", False)
     recompute = get("actor_rollout_ref.model.enable_gradient_checkpointing", True)
     inside = get("actor_rollout_ref.rollout.tensor_model_parallel_size", 2)
-    ours = {"model.path": get("actor_rollout_ref.model.path", "")}
+    ours: dict[str, Any] = {"model.path": model_path(settings, "actor_rollout_ref.model.path", notes)}
     if not ours["model.path"]:
         notes.append("model.path is empty in the script; set it to a directory with a checkpoint.")
     ours |= grid(settings, f"{actor}.", notes, recompute=recompute, at_least=inside)
@@ -153,9 +150,18 @@ def layout(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
 
 
 def has_tower(settings: VerlSettings) -> bool:
-    """Return whether the model reads images: its name says so, or the script names their column."""
+    """Return whether the model reads images: its name says so, or the script's data have some."""
     paths = [str(settings.given.get(key, "")) for key in MODEL_PATHS]
-    return "data.image_key" in settings.given or any(re.search(SEES, path) for path in paths)
+    return reads_images(settings) or any(re.search(SEES, path) for path in paths)
+
+
+def model_path(settings: VerlSettings, key: str, notes: list[str]) -> str:
+    """Return the model's path; that of its text model, if the script trains the text of a model that sees."""
+    path = str(settings.get(key, ""))
+    if has_tower(settings) or not re.search(TEXT_ALONE, path):
+        return path
+    notes.append(f"The text model alone: lockstep model text {path} --out {path}-text")
+    return f"{path}-text"
 
 
 def images(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
@@ -191,6 +197,7 @@ def tuning_layout(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
         "model.enable_gradient_checkpointing", "engine.activation_checkpointing", default=True
     )
     ours = tuning_data(settings, notes) | template_variables(settings)
+    ours["model.path"] = model_path(settings, "model.path", notes)
     ours |= grid(settings, "", notes, recompute=recompute, at_least=1)
     return ours | {"training.micro_batch_tokens": max(1, tokens)}
 
@@ -205,10 +212,12 @@ def grid(
     """
     get, megatron = settings.get, f"{part}megatron"
     paths = [str(settings.given.get(key, "")) for key in MODEL_PATHS]
-    if any(re.search(TEXT_ALONE, path) for path in paths):
-        notes.append("model.path must be the text model alone, as `lockstep model text` writes it.")
+    by_class = any(re.search(BY_CLASS, path) for path in paths)
+    if by_class:
+        notes.append("The model trains as its class in transformers, sharded over the ranks of a node.")
     if uses_megatron(settings, part):
-        return {
+        recomputed = recomputation(settings, f"{megatron}.override_transformer_config.recompute", notes)
+        sizes = {
             "training.tp": get(f"{megatron}.tensor_model_parallel_size", 1),
             "training.pp": get(f"{megatron}.pipeline_model_parallel_size", 1),
             "training.vpp": get(f"{megatron}.virtual_pipeline_model_parallel_size") or 1,
@@ -216,12 +225,14 @@ def grid(
             "training.ep": get(f"{megatron}.expert_model_parallel_size", 1),
             "training.etp": get(f"{megatron}.expert_tensor_parallel_size", 0),
             "training.sequence_parallel": get(f"{megatron}.sequence_parallel", True),
-            **recomputation(settings, f"{megatron}.override_transformer_config.recompute", notes),
         }
+        if by_class:
+            full = "none" if recomputed["training.recompute"] == "none" else "full"
+            return {"training.backend": "transformers", "training.recompute": full}
+        return sizes | recomputed
     sharing = get(f"{part}ulysses_sequence_parallel_size", 1)
     recomputed = {"training.recompute": "full" if recompute else "none"}
-    if any(re.search(BY_CLASS, path) for path in paths):
-        notes.append("The model trains as its class in transformers, sharded over the ranks of a node.")
+    if by_class:
         return {"training.backend": "transformers"} | recomputed
     tp = min(get("trainer.n_gpus_per_node", 8), max(sharing, at_least))
     notes.append(

@@ -12,7 +12,7 @@ def is_tuning(settings: VerlSettings) -> bool:
 
 
 def tuning_data(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
-    """Translate the model and the data of supervised fine-tuning."""
+    """Translate the data of supervised fine-tuning."""
     get = settings.get
     longest = get("data.max_length", 1024)
     pairs = get("data.prompt_key") is not None and not get("data.enable", False)
@@ -27,7 +27,6 @@ def tuning_data(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
         cut = "right"
     ours: dict[str, Any] = {
         "algorithm": "sft",
-        "model.path": get("model.path", ""),
         "data.train": listed(get("data.train_files", [])),
         "data.val": listed(get("data.val_files", [])),
         "data.prompts_per_step": get("data.train_batch_size", 256),

@@ -9,6 +9,7 @@ from rl.config.options import ConfigError
 from rl.config.run_models import RunModel
 from rl.config.schema import Config, algorithm_of, needs_sampling_masks
 from rl.data.prompts import Prompt, load_tokenizer
+from rl.models import read_hf_config
 
 
 class TeacherInputs:
@@ -63,9 +64,28 @@ class TeacherInputs:
                 f"data_source={sorted(found)[0]} of data.train has no teacher; add it to teacher.sources, or "
                 "set teacher.path, the teacher of all other sources."
             )
+        if self._config.data.image_key:
+            self._check_images(prompts)
         for path, tokenizer in self.others.items():
             if tokenizer.chat_template is None and any(prompt.messages for prompt in prompts):
                 raise ConfigError(
                     f"teacher.path={path} has another tokenizer without a chat template, but prompts are "
                     "messages; write the template to its chat_template.jinja."
+                )
+
+    def _check_images(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ConfigError for prompts whose images their teacher does not read as the policy does."""
+        from rl.data.images import image_format
+
+        teacher, limit = self._config.teacher, self._config.data.max_pixels
+        for path in teacher.paths:
+            hf = read_hf_config(path)
+            own = image_format(path, hf, max_pixels=limit) if "vision_config" in hf else None
+            others = [prompt for prompt in prompts if prompt.images and prompt.images[0].format != own]
+            sources = {prompt.data_source for prompt in others}
+            if wrong := [name for name in sources if teacher.sources.get(name, teacher.path) == path]:
+                raise ConfigError(
+                    f"a prompt of data_source={wrong[0]} has images, but its teacher {path} reads none, or "
+                    "reads them in other patches, colours or limits than the policy; use a teacher of the "
+                    "policy's family."
                 )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rl.config.options import ConfigError
 from rl.config.schema import Training
 from rl.features.transformers_backend.attention import NAME
 from rl.features.transformers_backend.shards import Shards
@@ -190,6 +191,14 @@ class ClassPolicy(ClassModel):
         self.scale = math.prod(float(own[0]) for own in found if own.eq(own[0]).all())
 
     def of_head(self, hidden: Tensor, request: HeadRequest) -> tuple[Tensor, ...]:
+        if self.hf.get("final_logit_softcapping") and not {*self.outputs} <= {*OUTPUTS}:
+            raise ConfigError(
+                f"the model caps its logits (final_logit_softcapping="
+                f"{self.hf['final_logit_softcapping']}), but distributions of a teacher are computed from "
+                "plain logits; use teacher.advantage_coef, or another model."
+            )
+        if self.outputs == ("hidden",):
+            return (hidden,)
         options = dict(vocab_size=self.real_vocab_size, group=self.group, chunk=self.head_chunk_tokens)
         return policy_outputs(self.outputs, self.head, hidden, self.head_weight, request, **options)
 

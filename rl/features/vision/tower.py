@@ -218,11 +218,11 @@ def _pixels_of(batch: Batch, sample: int, images: tuple[PromptImage, ...]) -> li
 
 
 def parts(config: Config, model: RunModel, base_of: "TrainingEngine | None") -> list[TrainerPart]:
-    """Return the parts of a policy that reads images."""
-    if model.name != "policy":
+    """Return the parts of a policy or a teacher that reads images."""
+    path, given, is_policy = model.path, None, model.name == "policy"
+    if not is_policy and "vision_config" not in read_hf_config(path):
         return []
-    path, given = config.model.path, None
     if config.agents.is_on:
         given = image_format(path, read_hf_config(path), max_pixels=config.data.max_pixels)
-    recomputes = config.training.recompute == "full"
-    return [VisionTower(learns=config.model.vision == "train", recomputes=recomputes, given=given)]
+    learns, recomputes = is_policy and config.model.vision == "train", config.training.recompute == "full"
+    return [VisionTower(learns=learns, recomputes=recomputes, given=given)]

@@ -365,14 +365,9 @@ OWN_FILE = ", which needs a file of its own in rl/models (docs/extending.md)"
             "(not built)",
         ),
         (
-            {"architectures": ["Qwen3_5ForConditionalGeneration"], "vision_config": {}},
-            "Qwen3_5ForConditionalGeneration, of which only the text model is supported; write it with "
-            "`lockstep model text`",
-        ),
-        (
             {"architectures": ["Qwen3VL"], "vision_config": {"model_type": "qwen3_vl"}},
-            "Qwen3VL, whose vision_config=qwen3_vl needs an encoder of images other than those of Qwen2.5-VL "
-            "and Qwen3-VL (not built)",
+            "Qwen3VL, whose vision_config=qwen3_vl needs an encoder of images other than those of "
+            "docs/vision.md (not built)",
         ),
     ],
 )

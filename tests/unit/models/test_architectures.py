@@ -267,11 +267,22 @@ PARAMETERS = {
     "moonlight-16b-a3b": pytest.approx(15.29e9 + 2 * 163840 * 2048, rel=1e-3),
     # The model card counts also a layer for multi-token prediction, its three norms and a matrix [H, 2H].
     "qwen3-next-80b-a3b": 81_324_862_720 - 1_642_076_672 - 3 * 2048 - 2 * 2048**2,
-    "qwen3.5-9b": pytest.approx(9e9, rel=1e-2),  # without the tower
+    "qwen3.5-2b": pytest.approx(2.2e9, rel=1e-2),
+    "qwen3.5-4b": pytest.approx(4.5e9, rel=1e-2),
+    "qwen3.5-9b": 9_409_813_744,
+    "qwen3.5-9b-text": pytest.approx(9e9, rel=1e-2),  # without the tower
+    "qwen3.5-27b": pytest.approx(27.4e9, rel=1e-2),
     "qwen3.5-35b-a3b": pytest.approx(35e9, rel=1e-2),
+    "qwen3.5-35b-a3b-text": pytest.approx(35e9, rel=1e-2),
+    "qwen3.5-122b-a10b": pytest.approx(122e9, rel=1e-2),
+    "qwen3.5-397b-a17b": pytest.approx(397e9, rel=1e-2),
+    "qwen1.5-moe-a2.7b": pytest.approx(14.3e9, rel=1e-2),
+    "nvidia-nemotron-3-nano-30b-a3b": pytest.approx(31.6e9, rel=1e-2),
+    "hy3": pytest.approx(295e9, rel=1e-2),
     "qwen3-235b-a22b": pytest.approx(235.09e9, rel=1e-3),
     "qwen2.5-vl-7b": 8_292_166_656,
     "qwen3-vl-8b": 8_767_123_696,
+    "qwen3-vl-32b": 33_357_390_064,
     "qwen3-vl-30b-a3b": 31_070_754_032,
     "qwen3-32b": pytest.approx(32.76e9, rel=1e-3),
 }
@@ -339,7 +350,7 @@ ROTATIONS = {
     "minimax-m2": published("minimax-m2"),
     "qwen3-next": config(NEXT),
     "qwen3.5": config(QWEN35),
-    "qwen3.5-35b": published("qwen3.5-35b-a3b"),
+    "qwen3.5-35b": published("qwen3.5-35b-a3b-text"),
     "qwen3-next-80b": published("qwen3-next-80b-a3b"),
     "gpt-oss": config(OSS),
     "gpt-oss-20b": published("gpt-oss-20b"),

@@ -459,7 +459,8 @@ def test_models_with_gated_delta_nets_fit(tmp_path, capsys, model):
         "actor_rollout_ref.rollout.tensor_model_parallel_size=4 --config-name=ppo_megatron_trainer\n"
     )
     assert from_verl.main([str(script), "--out", str(out)]) == 0
-    assert ("as `lockstep model text` writes it" in capsys.readouterr().err) == ("3.5" in model)
+    text = f"lockstep model text Qwen/{model} --out Qwen/{model}-text"
+    assert (text in capsys.readouterr().err) == ("3.5" in model)
     assert load_config(str(out)).training.ep == 8
 
 
@@ -497,12 +498,12 @@ def test_bounds_of_icepop_and_the_mean_of_gspo_are_kept(tmp_path, capsys):
         ),
         (
             "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3-Omni-30B",
-            "Qwen2.5-VL and Qwen3-VL are",
+            "Qwen2.5-VL, Qwen3-VL and Qwen3.5 are",
         ),
         (
             "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=x/Qwen3.5-2B "
-            "data.train_files=geo3k/train.parquet",
-            "only the text can be trained, but the script reads images",
+            "data.train_files=tinyllava-video-r1/train.parquet",
+            "videos are not supported",
         ),
         (
             "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor."
