@@ -20,6 +20,8 @@ from rl.run_directory.rollout_files import read, stored_steps
 GRADIENT = "actor/grad_norm"
 ROUNDING = {"float32": 1e-4, "bfloat16": 1e-2}
 """Largest relative difference that is called rounding, by `model.dtype`."""
+EQUAL = "the runs do not part"
+"""Beginning of the answer if nothing differs."""
 SAME_SUM = 1e-7
 """Largest difference between the sums of equal weights on different layouts, relative to their norm."""
 
@@ -30,10 +32,14 @@ def parting(a: Path, b: Path) -> list[str]:
     Raises ValueError if one of them is not the directory of a run.
     """
     configs = [_flat(yaml.safe_load(config_of_step(run, 10**9).read_text())) for run in (a, b)]
-    return [
-        _first_difference(a, b, ROUNDING[configs[0].get("model.dtype", "float32")]),
-        *_settings(a, b, *configs),
-    ]
+    first = _first_difference(a, b, ROUNDING[configs[0].get("model.dtype", "float32")])
+    settings = _settings(a, b, *configs)
+    if first.startswith(EQUAL) and any(line.startswith("config: ") for line in settings):
+        first += (
+            "; they are equal up to there, so the keys below had no effect so far, as for example "
+            "objective.clip_high has none with one update per step"
+        )
+    return [first, *settings]
 
 
 def _first_difference(a: Path, b: Path, rounding: float) -> str:
@@ -59,7 +65,7 @@ def _first_difference(a: Path, b: Path, rounding: float) -> str:
             found = _of_gradients(own_norm, other_norm, rounding) or _of_weights(own, other, rounding)
         if found:
             return f"the runs part at step {step}: {found}"
-    return f"the runs do not part in the {len(steps)} steps that both have stored"
+    return f"{EQUAL} in the {len(steps)} steps that both have stored"
 
 
 def _of_digests(a: dict[str, Any], b: dict[str, Any], rounding: float) -> str:
