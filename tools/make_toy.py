@@ -1,7 +1,7 @@
 """Make a task, a tokenizer and a model that learns by RL on a laptop CPU in minutes.
 
     lockstep data toy --out toy
-    lockstep data toy --out toy --seed 1 --hidden 64 --heads 4 --intermediate 128 --tie
+    lockstep data toy --out toy --seed 1 --hidden 64 --heads 2 --intermediate 128 --tie
 
 The task is two-digit addition: all 8,100 problems a+b= with a and b in 10..99, for example 12+34=; 500 are
 held out. The script writes

@@ -127,7 +127,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         found = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise ValueError(
             f"{path} holds no usable tokenizer (tokenizer.json, tokenizer_config.json, config.json), only "
-            f"{found}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            f"{found}: {type(error).__name__}: {' '.join(str(error).split())[:300]}; "
+            "copy the files of the model's tokenizer into it."
         ) from error
 
 

@@ -146,7 +146,7 @@ class Scorer:
         if failed.all():
             causes = gather_objects(self.first_cause)
             cause = next(filter(None, causes), "the reward model or the sum is not finite")
-            name = "the reward" if self.has_models else self.pool.name
+            name, cause = "the reward" if self.has_models else self.pool.name, cause.rstrip(".")
             raise ConfigError(
                 f"{name} failed for all {len(failed)} samples of the first batch; first cause: {cause}; "
                 "correct it (run.mode=score_only tries a function on stored samples, and "

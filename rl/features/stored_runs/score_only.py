@@ -53,8 +53,8 @@ def score_only(config: Config) -> int:
             if not totals and rows and len(pool.failures) == len(rows):
                 raise ConfigError(
                     f"{pool.name} failed for all {len(rows)} samples of step {step}; first cause: "
-                    f"{pool.failures[0]}; correct it (reward.in_process=true calls it in this process, where "
-                    "a debugger can stop)."
+                    f"{pool.failures[0].rstrip('.')}; correct it (reward.in_process=true calls "
+                    "it in this process, where a debugger can stop)."
                 )
             pool.log_failures()
             pairs = [(row["score"], _with_models(reward, row, score)) for row, score in zip(rows, scores)]
