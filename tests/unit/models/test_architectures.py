@@ -278,7 +278,6 @@ PARAMETERS = {
     "qwen3.5-397b-a17b": pytest.approx(397e9, rel=1e-2),
     "qwen1.5-moe-a2.7b": pytest.approx(14.3e9, rel=1e-2),
     "nvidia-nemotron-3-nano-30b-a3b": pytest.approx(31.6e9, rel=1e-2),
-    "hy3": pytest.approx(295e9, rel=1e-2),
     "qwen3-235b-a22b": pytest.approx(235.09e9, rel=1e-3),
     "qwen2.5-vl-7b": 8_292_166_656,
     "qwen3-vl-8b": 8_767_123_696,
