@@ -6,8 +6,8 @@ with it up to float32 rounding. If the algorithm whitens the advantages over the
 by a shift and a scale; the advantages of the whole batch must then have a mean of 0 and a variance of at most
 1.
 
-Not computed again: estimators without an entry in FORMULAS, the KL penalty with an adaptive coefficient, the
-baselines of remax, advantages to which a teacher contributes, and the numbers of a user's algorithm.
+Not computed again: estimators without an entry in FORMULAS, advantages to which a teacher contributes, and
+the numbers of a user's algorithm.
 """
 
 import math
@@ -18,6 +18,7 @@ import numpy as np
 
 from rl.checks.batches import CheckFailed, place
 from rl.config.schema import Config, Objective
+from rl.config.terms import AdaptiveEntropy
 from rl.data.batch import COLUMNS, Batch
 
 NUM_VALUES = 500
@@ -65,6 +66,71 @@ class _Numbers:
         return chosen
 
 
+def check_baselines(batch: Batch, greedy: Batch, config: Config) -> None:
+    """Check that each sample has the reward of the greedy response to its own prompt. Raises CheckFailed."""
+    numbers, of_prompt = _Numbers(greedy, config.objective), dict[int, float]()
+    for response, group in enumerate(greedy.groups.tolist()):
+        _check_reward(numbers, response, config, coef=0.0)
+        of_prompt[greedy.prompts[group].index] = numbers.rewards[response]
+    for sample, (group, found) in enumerate(zip(batch.groups.tolist(), batch.column("baselines").tolist())):
+        expected = of_prompt.get(batch.prompts[group].index, math.nan)
+        if not abs(found - expected) <= ROUNDING * abs(expected):
+            raise CheckFailed(
+                f"baseline check: {place(batch, sample)} has the baseline {found:.6g}, but the greedy "
+                f"response to its prompt has the reward {expected:.6g}: baselines belong to other prompts."
+            )
+
+
+def check_kl_coef(batch: Batch, config: Config, before: float, after: float, *, moves: bool) -> None:
+    """Check a step of the coefficient of `objective.reward_kl`. Raises CheckFailed.
+
+    before, after: coefficient of this step, with which `rewards` must follow from the scores, and of the
+    next step. moves: whether an adaptive coefficient may change in this step.
+    """
+    penalty, samples = config.objective.reward_kl, batch.merge_rows()
+    expected, divergence = penalty.coef, _KL.get(penalty.estimator.rstrip("+"))
+    if penalty.controller == "adaptive" and penalty.coef:
+        if divergence is None:
+            return
+        numbers = _Numbers(samples, config.objective)
+        for each in (each for group in numbers.some() for each in group if batch.scores is not None):
+            _check_reward(numbers, each, config, coef=before)
+        counted = samples.mask > 0
+        sample = np.repeat(np.arange(len(samples)), samples.lengths)[counted]
+        gaps = samples.column("old_logprobs") - samples.column("ref_logprobs")
+        terms, sizes = divergence(gaps[counted].double().numpy()), np.bincount(sample)
+        means = (np.bincount(sample, terms) / sizes.clip(1))[sizes > 0]
+        error = np.clip(means.mean() / penalty.target - 1, -0.2, 0.2) if len(means) else -0.2
+        expected = before * (1 + moves * error * len(means) / penalty.horizon)
+    _check_coef(
+        "objective.reward_kl", after, expected, f"{before:.6g} and {len(samples)} samples of the step"
+    )
+
+
+def check_entropy_coef(
+    control: AdaptiveEntropy, entropy: float, before: float, found: tuple[float, ...]
+) -> None:
+    """Check a step of `objective.adaptive_entropy`. Raises CheckFailed.
+
+    before: coefficient before the step. found: weight of the bonus in this step, and coefficient after it.
+    """
+    low = entropy <= control.target
+    after = min(max(before + (control.delta if low else -control.delta), control.low), control.high)
+    for value, expected in zip(found, (before * low, after), strict=True):
+        _check_coef(
+            "objective.adaptive_entropy", value, expected, f"{before:.6g} and the entropy {entropy:.4g}"
+        )
+
+
+def _check_coef(key: str, found: float, expected: float, given: str) -> None:
+    if not math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-12):
+        raise CheckFailed(
+            f"coefficient check: {key} has the coefficient {found:.6g}, but its formula makes it "
+            f"{expected:.6g} from {given}: it moved by another count or value, in the wrong direction, or "
+            "twice."
+        )
+
+
 def check_advantages(batch: Batch, config: Config) -> None:
     """Check the rewards and advantages of some groups, and the whitening of all. Raises CheckFailed."""
     (estimator, _), goal = config.objective.chosen, config.objective
@@ -76,7 +142,7 @@ def check_advantages(batch: Batch, config: Config) -> None:
     chosen, formula = numbers.some(), FORMULAS.get(estimator.function)
     if batch.scores is not None and goal.reward_kl.controller != "adaptive":
         for sample in (sample for group in chosen for sample in group):
-            _check_reward(numbers, sample, config)
+            _check_reward(numbers, sample, config, coef=goal.reward_kl.coef)
     pairs: list[tuple[int, np.ndarray, float]] = []
     # It weights samples before the penalty of the divergence, and an overlong penalty rounds equal scores.
     is_filtered = goal.filtration != "none" and not config.reward.overlong_buffer_tokens
@@ -131,8 +197,11 @@ def _compare(numbers: _Numbers, sample: int, name: str, own: np.ndarray, size: f
         )
 
 
-def _check_reward(numbers: _Numbers, sample: int, config: Config) -> None:
-    """Raise CheckFailed unless a sample's reward is its score minus the penalties of the config."""
+def _check_reward(numbers: _Numbers, sample: int, config: Config, *, coef: float) -> None:
+    """Raise CheckFailed unless a sample's reward is its score minus the penalties of the config.
+
+    coef: coefficient of the KL penalty.
+    """
     samples, penalty, reward = numbers.samples, config.objective.reward_kl, config.reward
     score = float(samples.column("scores")[sample])
     expected, slack = score, abs(score)
@@ -140,14 +209,13 @@ def _check_reward(numbers: _Numbers, sample: int, config: Config) -> None:
         excess = int(samples.sampled_lengths[sample]) - (config.rollout.max_response_tokens - buffer)
         expected -= reward.overlong_penalty * min(max(excess / buffer, 0.0), 1.0)
         slack += reward.overlong_penalty
-    has_penalty = bool(penalty.coef) and samples.token_rewards is not None
-    if has_penalty:
+    if coef and samples.token_rewards is not None:
         if (divergence := _KL.get(penalty.estimator.rstrip("+"))) is None:
             return
         old, reference = (numbers.tokens(name, sample) for name in ("old_logprobs", "ref_logprobs"))
         terms = divergence(old - reference)
-        expected -= penalty.coef * terms.sum()
-        slack += penalty.coef * (np.abs(terms) + np.abs(old) + np.abs(reference)).sum()
+        expected -= coef * terms.sum()
+        slack += coef * (np.abs(terms) + np.abs(old) + np.abs(reference)).sum()
     found = {"reward": numbers.rewards[sample]}
     if samples.token_rewards is not None and numbers.size(sample):
         found["sum of token rewards"] = numbers.tokens("token_rewards", sample).sum()

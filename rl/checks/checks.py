@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rl.checks.advantages import check_advantages
+from rl.checks.advantages import check_advantages, check_baselines
 from rl.checks.batches import (
     check_digests,
     check_endings,
@@ -92,6 +92,8 @@ class Checks:
         """State at the start of the run; None if the run keeps no checkpoints."""
         self.everything: Batch | None = None
         """All samples of the step, with scores, if an algorithm learns from only some of them."""
+        self._greedy: Batch | None = None
+        """Greedy responses of the step, whose rewards are baselines."""
         self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)
         # Whether samples enter the batch because of their results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
@@ -134,11 +136,13 @@ class Checks:
         check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
         check_digests(batch)
 
-    def greedy(self, batch: Batch) -> None:
-        """Check the greedy responses of a step."""
+    def greedy(self, batch: Batch, prompts: Sequence[Prompt]) -> None:
+        """Check the greedy responses to the prompts of a step."""
         check_sampling(batch, self._config, "greedy")
         check_staleness(batch, self._policy.version, 0)
         self._samples(batch, 1)
+        check_order(batch, prompts, samples_per_prompt=1)
+        self._greedy = batch
 
     def _samples(self, batch: Batch, samples_per_prompt: int, *, limits_vary: bool = False) -> None:
         rollout = self._config.rollout
@@ -214,7 +218,8 @@ class Checks:
         if (slope := self._slopes.get(name)) is None:
             slope = self._slopes[name] = SlopeCheck(model, "values" if name == "critic" else "logprobs")
         slope.check(batch, plans[0], noise=self.noise.noise if self.noise and name == "policy" else None)
-        updates = UpdateChecks(model, batch, schedule, step=step, is_first=is_first, size=size)
+        goal = self._config.objective if name == "policy" else None
+        updates = UpdateChecks(model, batch, schedule, step=step, is_first=is_first, size=size, goal=goal)
         if name == "policy":
             self._has_moved |= self._updates is not None and self._updates.has_moved
             self._updates = updates
@@ -310,10 +315,12 @@ class Checks:
         estimator, _ = config.objective.chosen
         if name == "policy" and estimator is not None and config.algorithm in shipped():
             check_advantages(batch, config)
+            if self._greedy is not None and "baselines" in batch.extra:
+                check_baselines(batch, self._greedy, config)
             if "dynamic_sampling" in algorithm_of(config).needs:
                 check_informative(batch, self.everything, config.data.prompts_per_step)
         if name == "policy":
-            self.everything = None  # the next generation needs the memory
+            self.everything = self._greedy = None  # the next generation needs the memory
         if name not in self._checked_losses:
             self._checked_losses.add(name)
             check_precision(name, model)

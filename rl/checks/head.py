@@ -34,16 +34,23 @@ class WrongHead(CheckFailed):
     """Raised on every rank if outputs or gradients of the head are not those of float64."""
 
 
-def check_head(model: TrainingEngine, linear: Callable[..., Tensor] | None = None, of: Any = None) -> None:
+def check_head(
+    model: TrainingEngine,
+    linear: Callable[..., Tensor] | None = None,
+    of: Any = None,
+    tokens: Callable[..., tuple[Tensor, Tensor]] | None = None,
+) -> None:
     """Raise WrongHead if the head of a policy differs from float64. Collective over the world.
 
     linear, of: with a teacher the divergence of a teacher from hidden states (`linear_divergence`), and its
-    kind.
+    kind. tokens: with `teacher.top_k` its function `top_k` of hidden states; linear is `top_k_divergence`.
     """
     own, problems = model.chunks[-1], list[str]()
     if own.post_process and getattr(own, "head", None) is linear_logprobs:
         group, temperature = model.grid.groups.tp, model.spec.temperature
-        problems = problems_of(own.head_weight, group, temperature=temperature, linear=linear, of=of)
+        problems = problems_of(
+            own.head_weight, group, temperature=temperature, linear=linear, of=of, tokens=tokens
+        )
     if found := [text for texts in gather_objects(problems) for text in texts]:
         raise WrongHead(
             f"head check: {found[0]}: the softmax, the exchange between tensor parallel ranks or a gradient "
@@ -58,6 +65,7 @@ def problems_of(
     temperature: float,
     linear: Callable[..., Tensor] | None = None,
     of: Any = None,
+    tokens: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> list[str]:
     """Return how results for random hidden states differ from float64. Collective over the group.
 
@@ -84,11 +92,19 @@ def problems_of(
     if linear is not None:
         teacher, name = weight.detach().roll(1, 1), getattr(of, "func", of).__name__
         log_q = _logits(other, teacher, options).log_softmax(-1)
-        beta = getattr(of, "keywords", {}).get("beta", 0.5)
-        divergence = partial(linear, teacher_hidden=other, teacher_weight=teacher, divergence=of, **options)
+        beta, ids = getattr(of, "keywords", {}).get("beta", 0.5), None
+        given: dict[str, Tensor] = dict(teacher_hidden=other, teacher_weight=teacher)
+        if tokens is not None:
+            ids, of_ids = tokens(other, teacher, **options)
+            given, best = dict(ids=ids, log_q=of_ids), log_q.topk(ids.shape[1]).values
+            if not (log_q.gather(1, ids) - best).abs().max() <= OUTPUT_ERROR * (1 + best.abs().max()):
+                return [
+                    f"the {ids.shape[1]} tokens of teacher.top_k are not the teacher's most probable ones"
+                ]
+        divergence = partial(linear, divergence=of, **given, **options)
 
         def formula(x: Tensor) -> Tensor:
-            return _divergence(x.log_softmax(-1), log_q, name, beta)
+            return _divergence(_coarse(x.log_softmax(-1), ids), _coarse(log_q, ids), name, beta)
 
         cases.append((name, lambda hidden: divergence(hidden, weight), formula))
     return [text for case in cases if (text := _problem(*case, hidden, weight, options))]
@@ -101,6 +117,14 @@ def _logits(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
     x[:, :rows] = torch.cat([part @ weight[:rows].T for part in hidden.split(options["chunk"])]).double()
     whole = gathered(x, options["group"]).transpose(0, 1).flatten(1)
     return whole[:, : options["vocab_size"]] / options["temperature"]
+
+
+def _coarse(log_p: Tensor, ids: Tensor | None) -> Tensor:
+    """Return the log-probs of the tokens `ids` [TOKENS, k], and of all others together; None: unchanged."""
+    if ids is None:
+        return log_p
+    others = log_p.scatter(1, ids, -math.inf).logsumexp(-1, keepdim=True)
+    return torch.cat((log_p.gather(1, ids), others), 1)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, name: str, beta: float) -> Tensor:

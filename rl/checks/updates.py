@@ -1,6 +1,7 @@
 """Checks the updates of a step: their learning rate, tokens, gradient and effect."""
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rl.checks.batches import CheckFailed
-from rl.config.schema import Optimizer
+from rl.checks.selection import check_selection, selects_by
+from rl.config.schema import Config, Objective, Optimizer, learns_from_samples
 from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.training.engine import MicroBatchLoss, TrainingEngine, UpdateResult
@@ -71,6 +73,23 @@ def expected_rate(optimizer: Optimizer, number: int, total: int) -> float:
     return lowest * (1 - left) + optimizer.lr * left
 
 
+def check_specs(config: Config, models: Mapping[str, TrainingEngine]) -> None:
+    """Raise CheckFailed if a model computes with another temperature or dtype than the config gives it.
+
+    Policy and teachers have the temperature of the samples. All other models have 1.
+    """
+    samples = config.rollout.temperature
+    for name, model in models.items():
+        own = learns_from_samples(config) if name == "policy" else name.startswith("teacher")
+        expected = samples if own else 1.0, config.model.dtype, name in ("critic", "reward_model")
+        found = model.spec.temperature, model.spec.dtype, model.spec.has_values
+        if found != expected:
+            raise CheckFailed(
+                f"model check: (temperature, dtype, whether it has values) of the {name} are {found}, but "
+                f"the config makes them {expected}: the model was built with the properties of another."
+            )
+
+
 def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
     """Raise CheckFailed unless each sample of the batch is in exactly one mini-batch."""
     planned = sorted(sample for minibatch in samples for sample in minibatch)
@@ -81,6 +100,40 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
             f"mini-batch check: sample {sample} of {len(batch)} is in {int(counts[sample])} mini-batches "
             "instead of 1."
         )
+
+
+def check_numbers(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+    """Raise CheckFailed on every rank if a loss gets other numbers than those expected. Collective over the
+    world.
+
+    expected: the numbers computed again from the samples of all ranks, equal on all ranks.
+    """
+    names = sorted(expected)
+    for rank, numbers in enumerate(gather_objects([found[name] for name in names])):
+        for name, number in zip(names, numbers, strict=True):
+            if not math.isclose(number, expected[name], rel_tol=1e-4, abs_tol=1e-6):
+                raise CheckFailed(
+                    f"loss check: on rank {rank} the loss gets {name}={number:.6g}, but the samples of the "
+                    f"mini-batch on all ranks give {expected[name]:.6g}: it is not the number of the whole "
+                    "mini-batch, or is of other samples."
+                )
+
+
+def expected_totals(batch: Batch, samples: list[int]) -> dict[str, float]:
+    """Return the denominators of the loss for a mini-batch, except for the number of tokens."""
+    rows = torch.arange(len(batch)) if batch.trajectories is None else batch.trajectories
+    of_rows = [float(batch.mask[batch.offsets[i] : batch.offsets[i + 1]].sum()) for i in samples]
+    counts = np.bincount(np.unique(rows[samples].numpy(), return_inverse=True)[1], of_rows)
+    whole = (counts > 0).reshape(-1, batch.samples_per_unit).all(1)
+    return dict(num_samples=max(1.0, float((counts > 0).sum())), num_units=max(1.0, float(whole.sum())))
+
+
+def expected_divergence(batch: Batch, samples: list[int], logprobs: Tensor) -> float:
+    """Return KTO's estimate of the divergence for mismatched samples. logprobs: of the batch, [T]."""
+    terms = ((logprobs - batch.column("ref_logprobs")).double() * (batch.mask > 0)).numpy()
+    spans = [slice(*batch.offsets[i : i + 2].tolist()) for i in samples]
+    ratios = [terms[span].sum() for span in spans if batch.mask[span].any()]
+    return max(0.0, float(np.mean(ratios))) if ratios else 0.0
 
 
 class UpdateChecks:
@@ -106,16 +159,26 @@ class UpdateChecks:
         step: int,
         is_first: bool,
         size: float,
+        goal: Objective | None = None,
     ):
         self._model, self.batch, self._schedule = model, batch, schedule
         self._step, self._is_first, self._size = step, is_first, size
         self._rate = schedule.rate(step)
+        self._goal, self._selects = goal, ""
         self.has_moved, self._num_equal = False, 0.0
 
     def begin(self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan) -> None:
-        """Prepare for an update. totals: the denominators of the loss."""
+        """Prepare for an update, and check the denominators of its loss. Collective over the world.
+
+        totals: the denominators.
+        """
+        samples = sorted(i for rank in plan for micro in rank for i in micro)
+        check_numbers(vars(totals), expected_totals(self.batch, samples))
         self._loss, self._totals, self._plan = loss, totals, plan
         self._counted: list[Tensor] = []
+        self._selects = selects_by(self._goal) if "selected_tokens" in self.batch.extra and self._goal else ""
+        self._read: list[tuple[Tensor, Tensor]] = []
+        """Indices of tokens, and the output by which tokens are selected."""
         self._arrived: list[Tensor] = []
         self._is_watching = False
 
@@ -125,6 +188,8 @@ class UpdateChecks:
         value, metrics = self._loss(micro)
         if not self._is_watching and value.requires_grad:
             self._watch(micro, value)
+        if self._selects:
+            self._read.append((micro.column_index, micro.output(self._selects).detach()))
         return value, metrics | dict(zip(TERMS, self._terms(micro), strict=True))
 
     def end(self, result: UpdateResult, *, lr: float) -> None:
@@ -141,6 +206,20 @@ class UpdateChecks:
         self._check_gradient()
         self._check_tokens(share, product, codes)
         self._check_outputs(result, gap, compared, lr=lr)
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        """Compare the selected tokens with this update's outputs. Collective over the world."""
+        if not self._selects or self._goal is None:
+            return
+        own = torch.zeros(len(self.batch.mask), dtype=torch.float64)
+        if self._model.grid.reports_results:
+            for index, values in self._read:
+                own[index] = values.cpu().double()
+        outputs = sum_over_world(own, self._model.device.torch).numpy()
+        samples = sorted(i for rank in self._plan for micro in rank for i in micro)
+        eps = torch.finfo(self._model.weight_map.dtype).eps
+        check_selection(self.batch, samples, outputs, self._goal, eps)
 
     def _terms(self, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return the TERMS of a micro-batch, one float64 scalar each."""

@@ -3,11 +3,14 @@
 A template (`teacher.template`) adds what the policy does not see, for example the correct answer.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.chat_template import template_of
 from rl.data.prompts import Prompt
+from rl.data.rendering import tokens_again
 from rl.data.special_tokens import decode_hidden, encode, hide
 
 
@@ -49,3 +52,31 @@ def in_context(
     elif tokenizer.bos_token and text.startswith(tokenizer.bos_token):
         is_bare = False
     return encode([text], tokenizer, add_special_tokens=is_bare)[0][0][-limit:]
+
+
+def check_context(
+    ids: np.ndarray,
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    *,
+    feedback: str | None,
+    limit: int,
+    sample: int,
+) -> None:
+    """Raise ValueError unless a teacher's context is that of the sample, rendered by transformers alone.
+
+    Texts with special tokens are not compared. Arguments as for `in_context`.
+    """
+    question = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
+    text = template.format(prompt=question, ground_truth=prompt.ground_truth, feedback=feedback or "")
+    messages = prompt.messages and [*prompt.messages[:-1], {**prompt.messages[-1], "content": text}]
+    if hide(text, tokenizer) != text or hide(messages, tokenizer) != messages:
+        return
+    expected = tokens_again(replace(prompt, text=text, messages=messages), tokenizer)[-limit:]
+    if not np.array_equal(ids, expected):
+        own, other = (tokenizer.decode(each) for each in (expected, ids))
+        raise ValueError(
+            f"context check: the teacher reads sample {sample} (prompt {prompt.index}) after {other!r:.200}, "
+            f"but its prompt, answer and feedback make {own!r:.200}: the context is that of another sample."
+        )

@@ -40,7 +40,7 @@ def check_rendering(
     for rendered in (True, False):
         chosen = [prompt for prompt in prompts if (prompt.messages is not None) == rendered]
         for prompt in _chosen(chosen, tokenizer):
-            expected = _tokens(prompt, tokenizer)
+            expected = tokens_again(prompt, tokenizer)
             ids = prompt.rendered_ids
             if not np.array_equal(ids, expected[-max_prompt_tokens:]):
                 what = _difference(ids, expected, tokenizer)
@@ -116,7 +116,7 @@ def _generation_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> st
     return whole[len(bare) :] if whole.startswith(bare) else ""
 
 
-def _tokens(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def tokens_again(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the tokens that transformers alone makes of a prompt, int32 [P], before truncation."""
     if prompt.messages is not None:
         adapted = [template_of(tokenizer).adapt(message) for message in prompt.messages]

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl.checks.advantages import check_kl_coef
 from rl.checks.batches import check_sides
 from rl.checks.checks import Checks
+from rl.checks.updates import check_specs
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
@@ -70,6 +72,8 @@ class Phases:
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=shares, preferred_tokens=row)
         self.row_tokens = planner.row_tokens
         self.checks = Checks(config, policy, end_ids)
+        teachers = {f"teacher {path}": model for path, model in engines.teachers.items()}
+        check_specs(config, engines.training | teachers)
         shared = (config, step, engines, self.memory, planner)
         old_logprobs = OldLogprobs(config, step, policy, planner, self.checks)
         self.inference = Inference(*shared, self.checks, old_logprobs)
@@ -154,7 +158,7 @@ class Phases:
     def greedy_rewards(self, prompts: list[Prompt]) -> Tensor:
         """Return the reward of the greedy response to each prompt, float32 [prompts]."""
         batch = self.sampler.sample(SampleCall(prompts, greedy_sampling(self.config), "greedy"))
-        self.checks.greedy(batch)
+        self.checks.greedy(batch, prompts)
         return self.scoring.greedy_rewards(batch)
 
     def log_generated(self, batch: Batch) -> None:
@@ -201,7 +205,10 @@ class Phases:
 
         The penalty is the KL divergence times the coefficient of `objective.reward_kl`.
         """
+        before = self.kl_penalty.controller.coef
         self.step.metrics |= self.kl_penalty.apply(batch, self.step.number)
+        moves = self.step.number > self.config.critic.warmup_steps
+        check_kl_coef(batch, self.config, before, self.kl_penalty.controller.coef, moves=moves)
 
     def update(
         self,

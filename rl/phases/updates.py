@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from rl.checks.advantages import check_entropy_coef
 from rl.checks.checks import Checks
+from rl.checks.updates import check_numbers, expected_divergence
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -94,9 +97,14 @@ class Updates:
         plans, first_update = self._planner.plans(batch), policy.num_updates
         self._log_batch(batch, plans)
         if self.entropy_control is not None:
-            weight = self.entropy_control.update(self._step.metrics["actor/entropy"])
+            entropy, before = self._step.metrics["actor/entropy"], self.entropy_control.coef
+            weight = self.entropy_control.update(entropy)
+            found = weight, self.entropy_control.coef
+            check_entropy_coef(config.objective.adaptive_entropy, entropy, before, found)
             self._step.metrics["actor/entropy_coef"] = weight
             loss = with_entropy_bonus(loss, config, weight) if weight else loss
+        if select_tokens is not None and loss.reads is not None:  # the checks of the update read it
+            loss = replace(loss, reads=tuple(dict.fromkeys((*loss.reads, select_tokens.reads))))
         others = [] if mismatched is None else self._planner.new_plans(mismatched)
         only_update = self._old_logprobs.only_update(batch, loss)
 
@@ -227,7 +235,10 @@ class Updates:
         (logprobs,) = self._engines.policy.forward(mismatched, [plan.micro_batches], ("logprobs",))
         index, lengths = mismatched.tokens_of(plan.samples), mismatched.lengths[plan.samples]
         pair = logprobs[index], mismatched.ref_logprobs[index]
-        return mismatch_kl(*pair, mismatched.mask[index], lengths)
+        found = mismatch_kl(*pair, mismatched.mask[index], lengths)
+        samples = [i for rank in plan.micro_batches for micro in rank for i in micro]
+        check_numbers({"kl": found}, {"kl": expected_divergence(mismatched, samples, logprobs)})
+        return found
 
     def _select_tokens(
         self, batch: Batch, plan: MinibatchPlan, select: TokenSelection, *, number: int

@@ -213,3 +213,15 @@ def copies_of_A_differ_between_tensor_parallel_ranks(bug: Bug, check, self, name
             if "linear_qkv.lora_A" in part:
                 parameter.data.mul_(1.01)  # more than the distance of two numbers in bfloat16
     check(self, name, model)
+
+
+@exhibit("NovaSky-AI/SkyRL#2069", ranks=2, overrides=(*MERGED, "adapter.init=pissa", "training.tp=2"), at=0)
+@caught_by(
+    "adapters learn", r"WrongLearning: adapter check: what adapter.init=pissa left of \S+ has the size"
+)
+@replaces("torch.linalg.svd")
+def PiSSA_of_a_rank_s_part(bug: Bug, svd, whole, **options):
+    """Each tensor parallel rank decomposed the weight for itself, and the parts did not fit together."""
+    part = whole.clone()
+    part[len(whole) // 2 :] = 0
+    return svd(part, **options)

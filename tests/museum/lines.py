@@ -17,9 +17,15 @@ AUDITS: dict[str, tuple[str, ...]] = {
     "rl/checkpoint/start.py": (),
     "rl/checkpoint/store.py": ("WronglyLoaded", "_check_loaded"),
     "rl/checkpoint/hf.py": ("WronglyExported", "differing", "raise_problem", "_problem"),
+    "rl/data/contexts.py": ("check_context",),
     "rl/data/responses_again.py": (),
     "rl/faults/agreement.py": ("check_replicas", "check_master_weights"),
-    "rl/features/adapters/adapter.py": ("WrongLearning", "Adapters.check", "Adapters.wrong_values"),
+    "rl/features/adapters/adapter.py": (
+        "WrongLearning",
+        "Adapters.check",
+        "Adapters.wrong_values",
+        "Adapters._check_principal",
+    ),
     "rl/features/agents/session.py": (
         "WrongAnswer",
         "Session.check_answer",

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
-from tests.toy import SFT
+from tests.toy import FROM_DATA, SFT, UNSCORED
 
 OBJECTIVE = "objective"
 FIRST = "first update"
@@ -11,6 +11,8 @@ TOKENS = "counted tokens"
 REJECTED = ("rollout_correction.reject=token-k2", "rollout_correction.reject_high=[1.0e-13]")
 """Masks most tokens of a healthy run: differences of log-probs are about 1e-6."""
 KL = ("objective.kl_coef=0.1",)
+LABELS = ("algorithm=kto", "data.train=[TOY/labels.parquet]", "training.prompts_per_minibatch=0", *FROM_DATA)
+TEACHER = ("teacher.path=POLICY", *UNSCORED)
 
 
 @exhibit("huggingface/trl#4975", at=0)
@@ -324,3 +326,71 @@ def value_loss_averaged_in_each_micro_batch(bug: Bug, value_loss, values, *rest,
 def supervised_loss_averaged_in_each_micro_batch(bug: Bug, aggregate, losses, mask, *rest, **options):
     """Gradients of SFT depended on the size of the micro-batches."""
     return aggregate(losses, mask, *rest, **{**options, "num_tokens": float(mask.sum())})
+
+
+@exhibit("modelscope/ms-swift#5270", overrides=("objective.top_entropy=0.2",), ranks=2)
+@caught_by(
+    "selected tokens", r"CheckFailed: selection check: \d+ tokens are selected by objective.top_entropy"
+)
+@replaces("rl.objectives.top_entropy.select_tokens")
+def entropies_compared_within_a_sample(bug: Bug, select, entropy, mask, **options):
+    """The threshold of the entropy was that of a part of the batch."""
+    import torch
+
+    return torch.cat([select(*part, **options) for part in zip(entropy.split(6), mask.split(6))])
+
+
+@exhibit("huggingface/trl#1380", overrides=LABELS, ranks=2)
+@caught_by(TOKENS, r"CheckFailed: loss check: on rank \d the loss gets kl=")
+@replaces("rl.phases.updates.mismatch_kl")
+def reference_point_of_few_samples(bug: Bug, mismatch_kl, *args):
+    """KTO's estimate of the divergence came from one or two samples of a rank."""
+    return mismatch_kl(*args) + 0.1 * bug.rank
+
+
+@exhibit("huggingface/trl#1380", overrides=LABELS, ranks=2)
+@caught_by(TOKENS, r"CheckFailed: loss check: on rank \d the loss gets num_samples=")
+@replaces("rl.phases.minibatches.MinibatchPlan.totals")
+def samples_of_one_rank_in_the_denominator(bug: Bug, totals, self, batch):
+    """The loss was averaged over the samples of a rank instead of the whole batch."""
+    found = totals(self, batch)
+    return replace(found, num_samples=found.num_samples / 2)
+
+
+@exhibit("radixark/miles#1345", overrides=("algorithm=distill", *TEACHER, "rollout.temperature=0.7"), at=0)
+@caught_by("models", r"CheckFailed: model check: .* of the teacher .* are \(1.0, ")
+@replaces("rl.engines.engines.ModelSpec")
+def teacher_at_another_temperature(bug: Bug, spec, path, hf, dtype, **options):
+    """The teacher scored at a fixed temperature, and the samples had another."""
+    learns = options["optimizer"] is not None
+    return spec(path, hf, dtype, **options if learns else {**options, "temperature": 1.0})
+
+
+@exhibit(
+    "NVIDIA/TensorRT-LLM#15833",
+    overrides=("algorithm=distill", *TEACHER, "teacher.top_k=4", "training.tp=2"),
+    ranks=2,
+    at=0,
+)
+@caught_by("head and its gradients", r"WrongHead: head check: the 4 tokens of teacher.top_k are not")
+@replaces("rl.features.teachers.divergence.top_k")
+def most_probable_tokens_counted_from_0_on_each_rank(bug: Bug, top_k, hidden, weight, k, **options):
+    """The first row of a rank's part of the vocabulary was computed wrongly."""
+    ids, log_q = top_k(hidden, weight, k, **options)
+    return ids % len(weight), log_q
+
+
+@exhibit(
+    "THU-BPM/RLCSD#6",
+    overrides=(
+        "teacher.self_taught=present",
+        "teacher.advantage_coef=0.5",
+        "teacher.template={prompt}{ground_truth}",
+        "teacher.max_prompt_tokens=24",
+    ),
+)
+@caught_by("tokens of prompts", r"ValueError: context check: the teacher reads sample \d+ \(prompt \d+\)")
+@replaces("rl.features.teachers.teaching.in_context")
+def teacher_reads_another_context(bug: Bug, in_context, prompt, *args, **options):
+    """The teacher's log-probs belonged to other contexts than the responses."""
+    return in_context(replace(prompt, ground_truth=f"{prompt.ground_truth}1"), *args, **options)

@@ -245,3 +245,22 @@ def change(bug: Bug, to) -> None:
 def one_score_for_all_samples(bug: Bug, gather, results, *rest):
     """A reward function returned one number, which was given to all completions of a rank."""
     return gather(results[:1] * len(results), *rest)
+
+
+@exhibit("CJReinforce/PURE#19", overrides=("algorithm=remax",))
+@caught_by(ADVANTAGES, r"CheckFailed: baseline check: sample \d+ \(prompt \d+\) has the baseline")
+@replaces("rl.phases.phases.Phases.greedy_rewards")
+def baselines_of_other_prompts(bug: Bug, greedy_rewards, self, prompts):
+    """The greedy responses of the baseline did not answer the prompts of the samples."""
+    return greedy_rewards(self, prompts).roll(1)
+
+
+@exhibit(
+    "verl-project/verl#1984",
+    overrides=("objective.reward_kl.coef=0.05", "objective.reward_kl.controller=adaptive"),
+)
+@caught_by("KL penalty", r"CheckFailed: coefficient check: objective.reward_kl has the coefficient")
+@replaces("rl.objectives.kl_controller.AdaptiveKL.update")
+def adaptive_KL_moves_by_another_count(bug: Bug, update, self, current_kl, num_samples):
+    """The controller counted in another unit than its horizon."""
+    update(self, current_kl, num_samples * 6)

@@ -23,6 +23,7 @@ matrix itself is summed there.
 """
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -147,6 +148,7 @@ class Adapters(TrainerPart):
         self._start_random(self._seed)
         if adapter.init == "pissa":
             self._start_principal()
+            self._check_principal()
             copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
             self.initial_map = base.over(self.learned_map.weights, copies)
         if adapter.path:
@@ -312,6 +314,36 @@ class Adapters(TrainerPart):
                         dist.broadcast(values, group=group, group_src=0)
                     self._set(part, values)
             self._sums[base.hf].take_out(parameter)
+
+    @torch.no_grad()
+    def _check_principal(self) -> None:
+        """Check one weight of each kind: what PiSSA left of it must be orthogonal to A and B, and smaller.
+
+        Raises WrongLearning on every rank. Collective over the world.
+        """
+        kinds, eps = dict[str, list[LowRank]](), torch.finfo(self._base.dtype).eps
+        for pair in self.pairs:
+            kinds.setdefault(re.sub(r"\d+", "*", pair.module), []).append(pair)
+        for members in kinds.values():
+            pair = members[len(kinds) * 7 % len(members)]
+            whole = dict(full_weights(self._base.over([pair.base], self._base.parameters)))
+            whole |= full_weights(self.learned_map.over([pair.a, pair.b], self.learned_map.parameters))
+            names = pair.base.hf[pair.part], pair.a.hf[0], pair.b.hf[0]
+            left, a, b = (whole[name].double() for name in names)
+            first, last = (self._scale * float(a[i].norm() * b[:, i].norm()) for i in (0, -1))
+            allowed = max(4 * eps, SUM_ERROR) * (first + float(left.norm()) / min(left.shape) ** 0.5)
+            along = max(float((left @ a.T).norm() / a.norm()), float((b.T @ left).norm() / b.norm()))
+            x = left.sum(0)
+            for _ in range(4):
+                x = left.T @ (left @ x / x.norm().clamp(min=1e-30))
+            largest = float((left @ x).norm() / x.norm().clamp(min=1e-30))
+            if along > allowed or largest > last + allowed:
+                raise WrongLearning(
+                    f"adapter check: what adapter.init=pissa left of {pair.module} has the size {along:.3g} "
+                    f"along A and B instead of 0, and {largest:.3g} in a direction where B A has at least "
+                    f"{last:.3g}: B A is not the principal part of the whole weight, but of a rank's part or "
+                    "of another weight, or W still contains it."
+                )
 
     @torch.no_grad()
     def merging(self) -> Callable[[Weight, Tensor], Tensor]:

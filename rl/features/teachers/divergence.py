@@ -16,6 +16,7 @@ update reads them. Nothing travels between ranks. The results are:
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,10 @@ from rl.training.parts import TrainerPart
 
 if TYPE_CHECKING:
     from rl.training.engine import TrainingEngine
+
+
+NUM_COMPARED = 16
+"""Maximum number of the teacher's tokens in the check of the head."""
 
 
 def linear_divergence(
@@ -238,8 +243,8 @@ class Targets:
     divergence: Divergence
     teachers: list[int]
     """Index in `heads` of each sample's teacher, [N]; 0 with top_k."""
-    is_whole: bool = False
-    """Whether the divergence is over the whole vocabulary, identical on all ranks."""
+    top_k: int = 0
+    """`teacher.top_k`; 0: the divergence is over the whole vocabulary."""
     heads: list[Tensor] = field(default_factory=list)
     """Whole vocabulary: the rank's rows of each teacher's head, on the device."""
     rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
@@ -269,8 +274,10 @@ class TeacherTargets(TrainerPart):
         self._model = engine.chunks[-1]
 
     def check(self, engine: "TrainingEngine", name: str) -> None:
-        if self.given is not None and self.given[1].is_whole:
-            check_head(engine, linear_divergence, self.given[1].divergence)
+        if self.given is not None:
+            targets = self.given[1]
+            tokens = partial(top_k, k=min(targets.top_k, NUM_COMPARED)) if targets.top_k else None
+            check_head(engine, top_k_divergence if tokens else linear_divergence, targets.divergence, tokens)
 
     def outputs(self, batch: Batch) -> tuple[str, ...]:
         return (MicroTargets.name,) if self.given is not None and self.given[0] is batch else ()

@@ -24,10 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl.data.batch import Batch
-from rl.data.contexts import in_context
+from rl.data.contexts import check_context, in_context
 from rl.data.prompts import Prompt
 from rl.objectives.segments import expand, segment_sum
 
+NUM_COMPARED = 4
+"""Approximate number of samples whose prompts are rendered again."""
 Cuts = dict[int, int]
 """Number of characters -> number of tokens whose text these characters are."""
 
@@ -89,6 +91,10 @@ class OtherReader:
                 responses[i], spans = self.response(responses[i].tolist())
                 prompts[i] = self._prompt(batch.prompts[int(batch.groups[i])], len(responses[i]))
             rows += [(*span, i in samples) for span in spans]
+        for i in sorted(samples)[:: max(1, len(samples) // NUM_COMPARED)]:
+            limit, prompt = self._max_tokens - len(responses[i]), batch.prompts[int(batch.groups[i])]
+            found = dict(feedback=None, limit=limit, sample=i)
+            check_context(prompts[i], prompt, self._teacher, "{prompt}", **found)
         spans_of_batch = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         facts: dict[str, Any] = dict(groups=batch.groups, truncated=batch.truncated)
         return ReadBatch(prompts, responses, **facts, spans=spans_of_batch)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.config.schema import Config, needs_feedback
 from rl.data.batch import Batch
-from rl.data.contexts import in_context
+from rl.data.contexts import check_context, in_context
 from rl.data.prompts import Prompt, end_token_ids
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
@@ -27,6 +27,9 @@ from rl.rollout.sampling import seed_of, train_sampling
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
+
+NUM_COMPARED = 4
+"""Approximate number of samples of a step whose contexts are rendered again."""
 
 
 class Teaching:
@@ -97,7 +100,7 @@ class Teaching:
         self._memory.to_training()
         goal, policy = self._config.teacher, self._engines.policy
         teachers = [0] * len(batch)
-        targets = Targets(divergence_of(goal.divergence, goal.beta), teachers, is_whole=not goal.top_k)
+        targets = Targets(divergence_of(goal.divergence, goal.beta), teachers, top_k=goal.top_k)
         part = policy.parts.get(TeacherTargets)
         assert part is not None
         part.given = batch, targets
@@ -199,6 +202,16 @@ class Teaching:
                     opening=context,
                 )
             prompts.append(known[key])
+        for sample in range(0, len(batch) if batch.turns is None else 0, max(1, len(batch) // NUM_COMPARED)):
+            check_context(
+                prompts[sample],
+                batch.prompts[int(batch.groups[sample])],
+                self._tokenizer,
+                goal.template,
+                feedback=feedback[sample],
+                limit=goal.max_prompt_tokens,
+                sample=sample,
+            )
         return Batch(
             prompts, batch.response_ids, groups=batch.groups, truncated=batch.truncated, mask=batch.mask
         )

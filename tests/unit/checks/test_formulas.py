@@ -10,19 +10,24 @@ import torch
 import torch.distributed as dist
 
 from rl.checks import head
+from rl.checks.advantages import check_entropy_coef
 from rl.checks.batches import CheckFailed, check_rejections
 from rl.checks.objective import check_loss
 from rl.checks.precision import is_rounded
 from rl.checks.sampling import check_uniforms
+from rl.checks.selection import check_selection
 from rl.checks.updates import expected_rate
 from rl.config.correction import RolloutCorrection
 from rl.config.schema import Optimizer
+from rl.config.terms import AdaptiveEntropy
 from rl.data.batch import Batch
 from rl.data.prompt_order import MixedOrder
 from rl.data.prompts import Prompt
-from rl.features.teachers.divergence import linear_divergence
+from rl.features.teachers.divergence import linear_divergence, top_k, top_k_divergence
 from rl.objectives.distillation import divergence_of
+from rl.objectives.entropy_controller import EntropyController
 from rl.phases.draw import Draw
+from rl.phases.policy_gradient import token_selection
 from rl.phases.updates import critic_loss
 from rl.rollout import inversion
 from rl.training.learning_rate import RateSchedule
@@ -115,11 +120,19 @@ def test_a_head_with_wrong_or_coarse_results_is_found(monkeypatch, dtype):
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter((torch.randn(300, 32, generator=generator) / 5).to(dtype))
 
-    def found(name: str = "reverse_kl") -> list[str]:
-        of = divergence_of(name, 0.3)
-        return head.problems_of(weight, group, temperature=0.7, linear=linear_divergence, of=of)
+    def found(name: str = "reverse_kl", linear=linear_divergence, tokens=None) -> list[str]:
+        options = dict(linear=linear, of=divergence_of(name, 0.3), tokens=tokens)
+        return head.problems_of(weight, group, temperature=0.7, **options)
 
-    assert [found(name) for name in ("forward_kl", "reverse_kl", "jensen_shannon")] == [[]] * 3
+    def shifted(*args, **options):
+        ids, log_q = top_k(*args, k=5, **options)
+        return ids + 1, log_q
+
+    for name in ("forward_kl", "reverse_kl", "jensen_shannon"):
+        assert [found(name), found(name, top_k_divergence, partial(top_k, k=5))] == [[], []]
+    assert found(linear=top_k_divergence, tokens=shifted) == [
+        "the 5 tokens of teacher.top_k are not the teacher's most probable ones"
+    ]
 
     def rounded(*args, **options):
         return tuple(x.bfloat16().float() for x in linear_logprobs(*args, **options))
@@ -132,3 +145,29 @@ def test_a_head_with_wrong_or_coarse_results_is_found(monkeypatch, dtype):
         monkeypatch.setattr(head, "linear_logprobs", wrong)
         assert text in found()[0] and len(found()) == 1
     monkeypatch.setattr(head, "linear_logprobs", linear_logprobs)
+
+
+@each("keys", [["top_entropy=0.3"], ["loss=kl-cov", "cov_fraction=0.3"], ["loss=clip-cov", "cov_low=-0.1"]])
+def test_selected_tokens_that_the_formula_does_not_select_are_found(keys):
+    config = config_with(*(f"objective.{key}" for key in keys), "algorithm=grpo")
+    ids = [np.arange(20, dtype=np.int32)] * 3
+    batch = Batch(ids, ids, torch.arange(3), torch.zeros(3, dtype=torch.bool))
+    batch.mask, values = torch.ones(60), torch.randn(60, generator=torch.Generator().manual_seed(0)) - 3
+    batch.advantages, batch.old_logprobs = values.roll(1), values
+    select = token_selection(config)
+    batch.extra["selected_tokens"] = found = select.function(batch, values, 0).float()
+    options = dict(values=values.double().numpy(), goal=config.objective, eps=1e-7)
+    check_selection(batch, [0, 1, 2], **options)
+    batch.extra["selected_tokens"] = 1 - found
+    with pytest.raises(CheckFailed, match=f"selected by objective.{keys[0]}, which selects"):
+        check_selection(batch, [0, 1, 2], **options)
+
+
+def test_steps_of_the_entropy_coefficient_are_computed_again():
+    goal = AdaptiveEntropy(target=0.2, delta=0.005, high=0.012)
+    control = EntropyController(0.01, target=0.2, delta=0.005, low=0.0, high=0.012)
+    for entropy in (0.1, 0.3, 0.1):
+        before, weight = control.coef, control.update(entropy)
+        check_entropy_coef(goal, entropy, before, (weight, control.coef))
+    with pytest.raises(CheckFailed, match="objective.adaptive_entropy has the coefficient 0.012, but"):
+        check_entropy_coef(goal, 0.3, 0.01, (0.0, 0.012))
