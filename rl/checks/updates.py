@@ -130,7 +130,8 @@ def expected_totals(batch: Batch, samples: list[int]) -> dict[str, float]:
 
 def expected_divergence(batch: Batch, samples: list[int], logprobs: Tensor) -> float:
     """Return KTO's estimate of the divergence for mismatched samples. logprobs: of the batch, [T]."""
-    terms = ((logprobs - batch.column("ref_logprobs")).double() * (batch.mask > 0)).numpy()
+    gaps = (logprobs - batch.column("ref_logprobs")).double()
+    terms = torch.where(batch.mask > 0, gaps, 0.0).numpy()
     spans = [slice(*batch.offsets[i : i + 2].tolist()) for i in samples]
     ratios = [terms[span].sum() for span in spans if batch.mask[span].any()]
     return max(0.0, float(np.mean(ratios))) if ratios else 0.0

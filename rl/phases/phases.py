@@ -15,7 +15,6 @@ from torch import Tensor
 from rl.checks.advantages import check_kl_coef
 from rl.checks.batches import check_sides
 from rl.checks.checks import Checks
-from rl.checks.updates import check_specs
 from rl.config.declarations import shipped
 from rl.config.schema import Config, algorithm_of
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
@@ -72,8 +71,6 @@ class Phases:
         planner = MinibatchPlanner(config, policy.grid.dp, cost, shares_prompts=shares, preferred_tokens=row)
         self.row_tokens = planner.row_tokens
         self.checks = Checks(config, policy, end_ids)
-        teachers = {f"teacher {path}": model for path, model in engines.teachers.items()}
-        check_specs(config, engines.training | teachers)
         shared = (config, step, engines, self.memory, planner)
         old_logprobs = OldLogprobs(config, step, policy, planner, self.checks)
         self.inference = Inference(*shared, self.checks, old_logprobs)

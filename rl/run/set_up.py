@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 
+from rl.checks.updates import check_specs
 from rl.config import wing
 from rl.config.schema import Config, learns, needs_reward
 from rl.data.prompts import end_token_ids
@@ -95,6 +96,8 @@ def make_phases(
     pool: ScoringPool | None,
 ) -> Phases:
     """Return the phases of a run. pool: the processes that score samples; None if the run scores none."""
+    teachers = {f"teacher {path}": model for path, model in engines.teachers.items()}
+    check_specs(config, engines.training | teachers)
     teaching = wing.door(config, "teaching")
     return Phases(
         config,

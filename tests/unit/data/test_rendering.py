@@ -78,7 +78,7 @@ def test_one_prompt_without_the_generation_prompt_is_found(prompts, tokenizer):
 def test_the_prompts_that_are_compared_are_bounded(prompts, tokenizer, monkeypatch):
     compared = []
     monkeypatch.setattr(
-        "rl.data.rendering._tokens", lambda prompt, _: compared.append(prompt) or prompt.token_ids
+        "rl.data.rendering.tokens_again", lambda prompt, _: compared.append(prompt) or prompt.token_ids
     )
     check(
         [
