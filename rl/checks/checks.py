@@ -218,8 +218,8 @@ class Checks:
         if (slope := self._slopes.get(name)) is None:
             slope = self._slopes[name] = SlopeCheck(model, "values" if name == "critic" else "logprobs")
         slope.check(batch, plans[0], noise=self.noise.noise if self.noise and name == "policy" else None)
-        goal = self._config.objective if name == "policy" else None
-        updates = UpdateChecks(model, batch, schedule, step=step, is_first=is_first, size=size, goal=goal)
+        own = self._config if name == "policy" else None
+        updates = UpdateChecks(model, batch, schedule, step=step, is_first=is_first, size=size, config=own)
         if name == "policy":
             self._has_moved |= self._updates is not None and self._updates.has_moved
             self._updates = updates

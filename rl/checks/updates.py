@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl.checks.batches import CheckFailed
 from rl.checks.selection import check_selection, selects_by
-from rl.config.schema import Config, Objective, Optimizer, learns_from_samples
+from rl.config.schema import Config, Optimizer, learns_from_samples
 from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.training.engine import MicroBatchLoss, TrainingEngine, UpdateResult
@@ -160,12 +160,12 @@ class UpdateChecks:
         step: int,
         is_first: bool,
         size: float,
-        goal: Objective | None = None,
+        config: Config | None = None,
     ):
         self._model, self.batch, self._schedule = model, batch, schedule
         self._step, self._is_first, self._size = step, is_first, size
         self._rate = schedule.rate(step)
-        self._goal, self._selects = goal, ""
+        self._config, self._selects, self._number = config, "", 0
         self.has_moved, self._num_equal = False, 0.0
 
     def begin(self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan) -> None:
@@ -177,7 +177,10 @@ class UpdateChecks:
         check_numbers(vars(totals), expected_totals(self.batch, samples))
         self._loss, self._totals, self._plan = loss, totals, plan
         self._counted: list[Tensor] = []
-        self._selects = selects_by(self._goal) if "selected_tokens" in self.batch.extra and self._goal else ""
+        self._number += 1
+        self._selects = ""
+        if self._config is not None and "selected_tokens" in self.batch.extra:
+            self._selects = selects_by(self._config.objective)
         self._read: list[tuple[Tensor, Tensor]] = []
         """Indices of tokens, and the output by which tokens are selected."""
         self._arrived: list[Tensor] = []
@@ -211,16 +214,19 @@ class UpdateChecks:
 
     def _check_selection(self) -> None:
         """Compare the selected tokens with this update's outputs. Collective over the world."""
-        if not self._selects or self._goal is None:
+        if not self._selects or self._config is None:
             return
         own = torch.zeros(len(self.batch.mask), dtype=torch.float64)
         if self._model.grid.reports_results:
             for index, values in self._read:
                 own[index] = values.cpu().double()
         outputs = sum_over_world(own, self._model.device.torch).numpy()
+        # The first update of a step reads the stored log-probs, which `_check_outputs` compares.
+        if self._selects == "logprobs" and self._number == 1 and not self._config.rollout_correction.bypass:
+            outputs = self.batch.column("old_logprobs").double().numpy()
         samples = sorted(i for rank in self._plan for micro in rank for i in micro)
         eps = torch.finfo(self._model.weight_map.dtype).eps
-        check_selection(self.batch, samples, outputs, self._goal, eps)
+        check_selection(self.batch, samples, outputs, self._config.objective, eps)
 
     def _terms(self, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return the TERMS of a micro-batch, one float64 scalar each."""
