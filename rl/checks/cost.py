@@ -5,7 +5,7 @@ COST = 0.01
 tokens counts as a forward pass over at least 4 T tokens."""
 TOKENS = range(8, 512)
 """Possible numbers of tokens in a pass, including prompts."""
-DIRECTIONS = 4
+DIRECTIONS = 5
 """Number of directions along which weights are changed."""
 
 
@@ -16,4 +16,4 @@ def slope_passes(response_tokens: int, missing: int = DIRECTIONS) -> tuple[int, 
     """
     budget = int(COST * 4 * response_tokens)
     tokens = min(max(budget // 7, TOKENS.start), TOKENS.stop)
-    return tokens, max(1, min(missing, (budget - 3 * tokens) // (4 * tokens)))
+    return tokens, max(min(missing, 2), min(missing, (budget - 3 * tokens) // (4 * tokens)))

@@ -1,4 +1,4 @@
-"""Compares an exported checkpoint, loaded and run by transformers, with the policy."""
+"""Compares the files of a checkpoint, loaded and run by transformers, with the policy."""
 
 import os
 import subprocess
@@ -9,35 +9,82 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from rl.checks.logprobs import rounding_limit
-from rl.checks.transformers_pass import random_batch
+from rl.checks.logprobs import LogprobMismatch, rounding_limit
+from rl.checks.transformers_pass import logprobs_of_files, random_batch
 from rl.models.placement import count_experts
 from rl.objectives.segments import segment_sum
+from rl.runtime.collectives import broadcast_object
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.model import Packed
 
 MAX_CHECKED = 4 << 30
 """Maximum number of parameters of an exported model that is compared. Rank 0 loads the model in float32 into
 host memory."""
+MAX_AT_START = 1 << 30
+"""The same maximum at the start of a run."""
 
 
 def wrong_export(policy: TrainingEngine, directory: Path) -> str | None:
     """Return on rank 0 how the log-probs of transformers differ from the policy's; None if they agree.
 
     transformers loads the checkpoint, and both compute the log-probs of random tokens. Models that read
-    images, and models with more than MAX_CHECKED parameters, are not compared. If the model has routed
-    experts, the sample with the largest difference is left out, because a rounding error may send its tokens
-    to other experts. Collective over the world.
+    images, and models with more than MAX_CHECKED parameters, are not compared. Collective over the world.
     """
+    found = _own_logprobs(policy, MAX_CHECKED)
+    if found is None or dist.get_rank():
+        return None
+    expected = _in_own_process(policy, directory)
+    if not isinstance(expected, Tensor):
+        return expected
+    return _difference(policy, found, expected)
+
+
+def check_function(policy: TrainingEngine) -> None:
+    """Raise LogprobMismatch on every rank if transformers computes other log-probs from the model's files.
+
+    Trainer and engine share the code that reads config.json, so they may agree although both compute another
+    function than the model's: with another base of the rotation, for example. The policy must have the
+    weights of its files. Models that read images, that are quantised, or that have more than MAX_AT_START
+    parameters are not compared. A class of transformers is compared with itself where it is built.
+    Collective over the world.
+    """
+    if "quantization_config" in policy.weight_map.hf or not isinstance(policy.chunks[0], Packed):
+        return
+    found, difference = _own_logprobs(policy, MAX_AT_START), None
+    if found is not None and not dist.get_rank():
+        directory = Path(policy.spec.path)
+        try:
+            expected = logprobs_of_files(str(directory), policy.spec.temperature)
+            difference = _difference(policy, found, expected)
+        except Exception as error:  # of any type, if transformers does not know the model
+            print(f"start check: transformers does not load {directory}: {error}", flush=True)
+        if difference is not None:  # this process may have other classes than transformers
+            again = _in_own_process(policy, directory)
+            difference = _difference(policy, found, again) if isinstance(again, Tensor) else None
+    if (text := broadcast_object(difference)) is not None:
+        raise LogprobMismatch(
+            f"start check: {text}: the policy does not compute the function that {policy.spec.path} defines, "
+            "so a value of its config.json is read or used in another way."
+        )
+
+
+def _own_logprobs(policy: TrainingEngine, most: int) -> Tensor | None:
+    """Return the policy's log-probs of `random_batch`, or None if it has more than `most` parameters or is
+    not compared. Collective over the world."""
     hf, weights = policy.weight_map.hf, policy.weight_map.weights
-    if "vision_config" in hf or sum(weight.num_elements for weight in weights) > MAX_CHECKED:
+    if "vision_config" in hf or sum(weight.num_elements for weight in weights) > most:
         return None
     batch = random_batch(hf["vocab_size"])
     plan = plan_minibatch(batch, list(range(len(batch))), dp=policy.grid.dp, max_tokens=4096)
     (found,) = policy.forward(batch, [plan], ("logprobs",))
-    if dist.get_rank():
-        return None
+    return found
+
+
+def _in_own_process(policy: TrainingEngine, directory: Path) -> Tensor | str | None:
+    """Return what transformers computes in a new process, or why it computes nothing."""
     with tempfile.TemporaryDirectory() as name:
         out = Path(name, "logprobs.npy")
         temperature = str(policy.spec.temperature)
@@ -51,7 +98,17 @@ def wrong_export(policy: TrainingEngine, directory: Path) -> str | None:
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
             return f"transformers does not load the files: {said[-1]}"
-        expected = torch.from_numpy(np.load(out))
+        return torch.from_numpy(np.load(out))
+
+
+def _difference(policy: TrainingEngine, found: Tensor, expected: Tensor) -> str | None:
+    """Return how two log-probs of `random_batch` differ; None if they agree.
+
+    If the model has routed experts, the sample with the largest difference is left out, because a rounding
+    error may send its tokens to other experts.
+    """
+    hf, weights = policy.weight_map.hf, policy.weight_map.weights
+    batch = random_batch(hf["vocab_size"])
     gaps, lengths = segment_sum((found.double() - expected).abs(), batch.lengths), batch.lengths.double()
     if count_experts(weights):
         worst = int((gaps / lengths.clamp(min=1)).argmax())

@@ -5,15 +5,22 @@ are 0, it was rounded. In a model in bfloat16 no comparison of log-probs sees th
 the noise of its layers.
 """
 
+from typing import Any
+
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.checks.batches import CheckFailed
+from rl.checks.transformers_pass import LENGTHS, random_batch
 from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects
 from rl.training.engine import TrainingEngine
+from rl.training.gradients import gradient_buffers
 from rl.training.layer_spec import ZeroCenteredNorm
+from rl.training.micro_batch_plans import plan_minibatch
+from rl.training.model import Packed
 
 NUM_VALUES = 4
 """Number of values that are no powers of two, below which lower bits of 0 may be chance (2^-16 each)."""
@@ -49,6 +56,23 @@ def _is_coarse(norm: ZeroCenteredNorm) -> bool:
     return x.dtype is torch.bfloat16 and float((norm(x) != exact).double().mean()) > NUM_UNEQUAL
 
 
+class CoarseFunctions(TorchDispatchMode):
+    """Notes functions of torch that must not get 16 bits, because a small error of x is a large one of f(x)
+    in a long sum or product. Kernels of their own are not seen."""
+
+    NAMES = frozenset("exp exp2 log softplus rsqrt sin cos _softmax _log_softmax logsumexp cumsum".split())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.rstrip("_")
+        if name in self.NAMES and isinstance(args[0], Tensor) and args[0].dtype is torch.bfloat16:
+            self.found.add(f"the argument of {name}")
+        return func(*args, **(kwargs or {}))
+
+
 def check_precision(name: str, model: TrainingEngine) -> None:
     """Raise CheckFailed on every rank if rotary frequencies, float32 weights or routers of a model are
     coarser than float32. Collective over the world.
@@ -71,6 +95,14 @@ def check_precision(name: str, model: TrainingEngine) -> None:
         routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
         if any(router.config.moe_router_dtype not in ("fp32", "fp64") for router in routers):
             found.append("the scores of the routers")
+    if any(buffer.dtype is not torch.float32 for buffer in gradient_buffers(model.wrapped)):
+        found.append("the gradient buffers")
+    if model.weight_map.dtype is torch.bfloat16 and isinstance(model.chunks[0], Packed) and not model.layers:
+        batch = random_batch(model.weight_map.hf["vocab_size"], LENGTHS[:2])
+        plan = plan_minibatch(batch, [0, 1], dp=model.grid.dp, max_tokens=4096)
+        with CoarseFunctions() as functions:
+            model.forward(batch, [plan], ("values" if model.spec.has_values else "logprobs",))
+        found += sorted(functions.found)
     if wrong := list(dict.fromkeys(text for texts in gather_objects(found) for text in texts)):
         raise CheckFailed(
             f"precision check: {', '.join(wrong[:4])} of the {name} must be float32, as in the model's "

@@ -12,15 +12,17 @@ model with adapters they are B of the adapters there, or DoRA's magnitudes. Rout
 chose first.
 
 The signs s are those of the gradient, or random. Along its own signs the change is the largest, so a factor
-in the gradient shows even in bfloat16. Random signs show a part that the gradient lacks. If the passes cost
-less than a share of the first step (`rl.checks.cost`), all DIRECTIONS are compared in this step, otherwise in
-the first few steps. The model is compared with itself, so the choice of tokens does not matter.
+in the gradient shows even in bfloat16. Random signs show a part that the gradient lacks. In one more
+direction, a weight of each kind is scaled, by an amount for which its gradient gives the same change for all
+kinds. A weight whose gradient is lost is then scaled the most. If the passes cost less than a share of the
+first step (`rl.checks.cost`), all DIRECTIONS are compared in this step, otherwise in the first few steps. The
+model is compared with itself, so the choice of tokens does not matter.
 """
 
 import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -36,11 +38,13 @@ from rl.data.batch import Batch
 from rl.models.layout import Weight
 from rl.runtime.collectives import sum_over_world
 from rl.training.engine import TrainingEngine
+from rl.training.gradients import first_rows
 from rl.training.micro_batch_plans import MicroBatchPlan
 from rl.training.packing import MicroBatch
 
-DIRECTIONS = [(0, 0), (-1, 0), (0, 1), (-1, 1)]
-"""Index of the weight, and seed of its random signs; 0: the signs of the gradient."""
+DIRECTIONS: list[tuple[int, int] | None] = [(0, 0), None, (1, 0), (0, 1), (1, 1)]
+"""Index of the weight, and seed of its random signs; 0: the signs of the gradient. None: weights of all kinds
+are scaled."""
 STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-3}
 """Largest step h by dtype, relative to the mean absolute weight of a norm, far above the distance of two
 neighbouring numbers."""
@@ -66,6 +70,11 @@ NORMS = r"(input|post_attention|pre_feedforward)_layernorm"
 """Names of the norms before attention and before the MLP, without the norms of heads."""
 
 
+SIGNS, RANDOM, SCALES = "the signs of its gradient", "random signs", "the scales"
+SCALE = 0.01
+"""Change of the mean log-prob when weights of all kinds are scaled, in nats; more if the noise is large."""
+
+
 class WrongBackward(RuntimeError):
     """Raised on every rank if the gradient of the model is not the slope of its log-probs."""
 
@@ -74,9 +83,10 @@ class WrongBackward(RuntimeError):
 class Slope:
     """Changes of the mean log-prob along one direction."""
 
-    name: str
-    """Name of the weight."""
-    is_random: bool
+    names: list[str]
+    """Names of the weights."""
+    along: str
+    """The direction: SIGNS, RANDOM or SCALES."""
     coarse: float
     """Half of the change from w - h s to w + h s."""
     fine: float
@@ -87,6 +97,19 @@ class Slope:
     """Standard error of `fine` that rounding causes."""
 
 
+@dataclass(frozen=True)
+class Move:
+    """How a weight moves, as this rank sees it."""
+
+    parameter: Any
+    """None on a rank that learns no part of the weight."""
+    gradient: Tensor | None
+    share: float
+    """The gradient of the weight is the sum of share * gradient over all ranks."""
+    path: Tensor | None
+    """The largest change of the weight's `first_rows`, float64."""
+
+
 class SlopeCheck:
     """Compares a model's gradient with changes of its log-probs or values in the first steps after a start.
 
@@ -95,6 +118,16 @@ class SlopeCheck:
 
     def __init__(self, model: TrainingEngine, output: str = "logprobs"):
         self._model, self._output, self._slopes = model, output, list[Slope]()
+
+    @cached_property
+    def _kinds(self) -> list[Weight]:
+        """A weight of each kind: a name without the numbers of layer and expert."""
+        kinds = dict[str, list[Weight]]()
+        for weight in self._model.learned_map.weights:
+            if ".lora_magnitude" in weight.megatron:
+                return []  # see `_weights`
+            kinds.setdefault(re.sub(r"\d+", "*", weight.hf[0]), []).append(weight)
+        return [members[7 * place % len(members)] for place, members in enumerate(kinds.values())]
 
     @cached_property
     def _weights(self) -> list[Weight]:
@@ -140,28 +173,62 @@ class SlopeCheck:
         error = 2 * noise if noise else GAP * max(1.0, abs(mean)) * rounding_limit(model.weight_map.hf, dtype)
         error *= math.sqrt(2 / min(count, INDEPENDENT))
         loss = partial(_mean, mask=batch.mask, count=count, output=output)
-        parts = model.gradients(batch, few, loss, self._weights, output)
+        weights = [*self._weights, *self._kinds]
+        parts = model.gradients(batch, few, loss, weights, output)
         own = torch.zeros(1, dtype=torch.float64)
-        own[0] = sum(float(part[1].abs().sum()) for part in parts if part[1] is not None)
+        own[0] = sum(float(part[1].abs().sum()) for part in parts[:2] if part[1] is not None)
         if not sum_over_world(own, model.device.torch):  # for example, a new value head is 0
             return
-        for place, seed in DIRECTIONS[len(self._slopes) :][:number]:
-            parameter, gradient, share = parts[place]
-            signs = None if parameter is None else _signs(parameter, gradient, seed)
-            step = self._step_of(parameter, gradient, signs, share, error=error, is_random=seed > 0)
-            changes, expected = [], torch.zeros(1, dtype=torch.float64)
+
+        def slope_of(of: Sequence[Weight], along: str, moves: Sequence[Move]) -> Slope:
+            changes, by_gradient = [], torch.zeros(1, dtype=torch.float64)
             for half in (1.0, 0.5):
                 means, ends = [], []
-                for sign in (half, -half):
-                    with _moved(parameter, signs, sign * step) as value:
+                for step in (half, -half):
+                    with ExitStack() as stack:
+                        ends.append([stack.enter_context(_moved(move, step)) for move in moves])
                         means.append(_mean_output(model, batch, few, count, output))
-                        ends.append(value)
                 changes.append((means[0] - means[1]) / 2 / half)
+            for move, up, down in zip(moves, *ends):
+                if move.gradient is not None:
+                    by_gradient[0] += move.share * float(((up - down) * move.gradient).sum())
+            (expected,) = sum_over_world(by_gradient, model.device.torch).tolist()
+            return Slope([w.hf[0] for w in of], along, changes[0], changes[1], expected, error)
+
+        for direction in DIRECTIONS[len(self._slopes) :][:number]:
+            if direction is None:
+                moves = self._scales(parts[2:], error)
+                slope = slope_of(weights[2:], SCALES, moves)
+                if self._is_wrong([slope]):  # find the weight
+                    alone = (slope_of([weight], SCALES, [move]) for weight, move in zip(weights[2:], moves))
+                    slope = next((each for each in alone if self._is_wrong([each])), slope)
+            else:
+                (parameter, gradient, share), seed = parts[direction[0]], direction[1]
+                path = None if parameter is None else _signs(first_rows(parameter), gradient, seed)
+                step = self._step_of(parameter, gradient, path, share, error=error, is_random=seed > 0)
+                move = Move(parameter, gradient, share, None if path is None else step * path)
+                slope = slope_of([weights[direction[0]]], RANDOM if seed else SIGNS, [move])
+            self._slopes.append(slope)
+
+    def _scales(self, parts: list[tuple[Any, Tensor | None, float]], error: float) -> list[Move]:
+        """Return moves that scale the weights of `_kinds`. Collective over the world.
+
+        parts: result of `TrainingEngine.gradients`. error: standard error of a change, in nats.
+        """
+        if not parts:
+            return []
+        slopes, dtype = torch.zeros(len(parts), dtype=torch.float64), self._model.weight_map.dtype
+        for place, (parameter, gradient, share) in enumerate(parts):
             if gradient is not None:
-                expected[0] = share * ((ends[0] - ends[1]) * gradient).sum()
-            (along,) = sum_over_world(expected, model.device.torch).tolist()
-            coarse, fine = changes
-            self._slopes.append(Slope(self._weights[place].hf[0], seed > 0, coarse, fine, along, error))
+                slopes[place] = share * float((first_rows(parameter.detach()) * gradient).sum())
+        slopes = sum_over_world(slopes, self._model.device.torch)
+        most = max(SCALE, ERRORS * error) / len(parts)
+        scales = [min(STEP[dtype], most / max(abs(slope), 1e-9)) for slope in slopes.tolist()]
+        signs = [1.0 if slope < 0 else -1.0 for slope in slopes.tolist()]  # the changes add up
+        return [
+            Move(*part, None if part[0] is None else sign * scale * first_rows(part[0].detach()).double())
+            for part, sign, scale in zip(parts, signs, scales)
+        ]
 
     def _step_of(
         self,
@@ -192,31 +259,36 @@ class SlopeCheck:
 
     def _compare(self, count: float) -> None:
         """Compare all changes that were measured so far. count: see `_measure`."""
-        tolerances = TOLERANCE[self._model.weight_map.dtype]
-        groups = [[slope] for slope in self._slopes if not slope.is_random]
-        groups.append([slope for slope in self._slopes if slope.is_random])
-        for group, tolerance in zip(groups, [tolerances[0]] * (len(groups) - 1) + [tolerances[1]]):
-            coarse, fine, expected, errors = (
-                torch.tensor([(s.coarse, s.fine, s.expected, s.error) for s in group], dtype=torch.float64)
-                .view(-1, 4)
-                .T
-            )
-            curvature = float((coarse - fine).norm())
-            if not group or curvature > NONLINEAR * float(fine.norm()):
-                continue
-            size = max(float(fine.norm()), float(expected.norm()))
-            # The errors of n changes have a norm of about sqrt(n) times one error.
-            rounding = (1 + 2 / math.sqrt(len(group))) * float(errors.norm())
-            if float((fine - expected).norm()) > tolerance * size + curvature + rounding:
+        groups = [[slope] for slope in self._slopes if slope.along != RANDOM]
+        groups.append([slope for slope in self._slopes if slope.along == RANDOM])
+        for group in groups:
+            if self._is_wrong(group):
+                names = ", ".join(dict.fromkeys(name for slope in group for name in slope.names))
+                measured, expected = ([getattr(s, key) for s in group] for key in ("fine", "expected"))
                 raise WrongBackward(
-                    f"the gradient of the model is not the slope of its log-probs: along "
-                    f"{'random signs' if group[0].is_random else 'the signs of its gradient'} in "
-                    f"{' and '.join(dict.fromkeys(s.name for s in group))} the mean of the "
-                    f"{self._output} of {count:.0f} "
-                    f"tokens changes by {_listed(fine)}, but by {_listed(expected)} according to the "
-                    "gradient. The backward pass of a layer, of the experts, of an adapter, of the head, or "
-                    "of the communication between the ranks that share a sample (tp, cp, pp) is wrong."
+                    f"the gradient of the model is not the slope of its log-probs: along {group[0].along} "
+                    f"in {names} the mean of the {self._output} of {count:.0f} tokens changes by "
+                    f"{_listed(measured)}, but by {_listed(expected)} according to the gradient. The "
+                    "backward pass of a layer, of the experts, of an adapter, of the head, or of the "
+                    "communication between the ranks that share a sample (tp, cp, pp) is wrong."
                 )
+
+    def _is_wrong(self, group: Sequence[Slope]) -> bool:
+        """Return whether the measured changes of a group differ from the expected ones."""
+        otherwise, of_random = TOLERANCE[self._model.weight_map.dtype]
+        coarse, fine, expected, errors = (
+            torch.tensor([(s.coarse, s.fine, s.expected, s.error) for s in group], dtype=torch.float64)
+            .view(-1, 4)
+            .T
+        )
+        curvature = float((coarse - fine).norm())
+        if not group or curvature > NONLINEAR * float(fine.norm()):
+            return False
+        tolerance = of_random if group[0].along == RANDOM else otherwise
+        size = max(float(fine.norm()), float(expected.norm()))
+        # The errors of n changes have a norm of about sqrt(n) times one error.
+        rounding = (1 + 2 / math.sqrt(len(group))) * float(errors.norm())
+        return float((fine - expected).norm()) > tolerance * size + curvature + rounding
 
 
 class _KeptRoutes:
@@ -260,15 +332,16 @@ def _signs(parameter: Tensor, gradient: Tensor | None, seed: int) -> Tensor:
 
 
 @contextmanager
-def _moved(parameter: Any, signs: Tensor | None, step: float) -> Iterator[Tensor]:
-    """Add `step * signs` to a parameter in the `with` block, and yield the moved values, float64."""
-    if parameter is None or signs is None:
+def _moved(move: Move, step: float) -> Iterator[Tensor]:
+    """Add `step * move.path` to a weight in the `with` block, and yield the moved values, float64."""
+    if move.parameter is None or move.path is None:
         yield torch.zeros(0)
         return
-    kept = parameter.detach().clone()
-    parameter.data.copy_(kept.double() + step * signs)
-    yield parameter.detach().double()
-    parameter.data.copy_(kept)
+    own = first_rows(move.parameter.detach())
+    kept = own.clone()
+    own.copy_(kept.double() + step * move.path)
+    yield own.double()
+    own.copy_(kept)
 
 
 def _first_tokens(
@@ -310,5 +383,5 @@ def _mean_output(
     return float(torch.where(batch.mask > 0, found, 0.0).double().sum()) / count
 
 
-def _listed(values: Tensor) -> str:
-    return ", ".join(f"{value:.3g}" for value in values.tolist())
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)

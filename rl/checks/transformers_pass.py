@@ -2,7 +2,8 @@
 
     python -m rl.checks.transformers_pass DIRECTORY TEMPERATURE OUT    writes log-probs to OUT, float64 [T]
 
-It runs in its own process, because a vLLM engine changes classes of transformers in the engine's process.
+The log-probs of an export are computed in their own process, because a vLLM engine changes classes of
+transformers in the engine's process.
 """
 
 import sys
@@ -74,14 +75,23 @@ def without_kernels() -> Iterator[None]:
         sys.modules.update(before)
 
 
-def main(directory: str, temperature: str, out: str) -> None:
+@torch.no_grad()
+def logprobs_of_files(directory: str, temperature: float) -> Tensor:
+    """Return the log-probs of `random_batch`, computed from the files of a checkpoint; float64 [T].
+
+    Raises what transformers raises if it does not load the files.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.no_grad(), without_kernels():
+    with without_kernels():
         options = dict(dtype=torch.float32, attn_implementation="eager")  # others do not cap scores
         model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
         batch = random_batch(model.config.get_text_config().vocab_size)
-        np.save(out, hf_logprobs(model, batch, temperature=float(temperature))[0].numpy())
+        return hf_logprobs(model, batch, temperature=temperature)[0]
+
+
+def main(directory: str, temperature: str, out: str) -> None:
+    np.save(out, logprobs_of_files(directory, float(temperature)).numpy())
 
 
 if __name__ == "__main__":

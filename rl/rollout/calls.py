@@ -1,6 +1,7 @@
 """The requests that vLLM computes: their arguments, and the results that vLLM returns."""
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from rl.runtime import tracing
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.inputs.engine import TokensInput
 
     from rl.rollout.engine import RolloutEngine
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 class EngineCall:
     """A request's arguments to vLLM. The parts of the engine may change them."""
 
-    prompt: dict
+    prompt: "TokensInput"
     params: "SamplingParams"
     version: int
     """Version of the policy that samples the first tokens."""
@@ -30,6 +32,7 @@ class EngineCall:
 def call_of(request: Request, sampling: Sampling, version: int) -> EngineCall:
     """Return the call of a request. version: version of the engine's weights."""
     from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
     # vLLM compiles the grammar within add_request if the executor is external_launcher, so that all ranks
@@ -52,7 +55,7 @@ def call_of(request: Request, sampling: Sampling, version: int) -> EngineCall:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # each request has its own parameters
     )
-    return EngineCall({"prompt_token_ids": request.token_ids.tolist()}, params, version)
+    return EngineCall(tokens_input(request.token_ids.tolist()), params, version)
 
 
 def seed_of_call(call: EngineCall) -> int:
@@ -63,8 +66,8 @@ def seed_of_call(call: EngineCall) -> int:
     return call.params.extra_args["seed"]
 
 
-def _parameters(params: "SamplingParams") -> dict[str, Any]:
-    return {name: getattr(params, name) for name in PARAMETERS}
+_parameters = attrgetter(*PARAMETERS)
+"""Return the values of PARAMETERS in vLLM's SamplingParams."""
 
 
 @dataclass
@@ -123,9 +126,8 @@ class Calls:
         internal_id = self._vllm.add_request(request.name, call.prompt, call.params, **call.options)
         received = _parameters(engine.scheduler.requests[internal_id].sampling_params)
         # A part may write the same distribution in another way, for example top_k as the whole vocabulary.
-        code = parameters_code(
-            {name: asked[name] if received[name] == given[name] else received[name] for name in PARAMETERS}
-        )
+        values = [a if r == g else r for a, g, r in zip(asked, given, received)]
+        code = parameters_code(dict(zip(PARAMETERS, values)))
         self._live[request.name] = Live(internal_id, [(0, call.version)], seed_of_call(call), code)
         if request.grammar and request.num_begun:  # vLLM's grammar begins with the request, not with the turn
             grammar = engine.scheduler.requests[internal_id].structured_output_request.grammar

@@ -8,7 +8,7 @@ from rl.checkpoint.hf import export_hf
 from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.start import Start, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
-from rl.checks.exports import wrong_export
+from rl.checks.exports import check_function, wrong_export
 from rl.config.options import ConfigError
 from rl.config.schema import Config, learns
 from rl.phases.phases import Phases
@@ -83,6 +83,9 @@ class RunCheckpoints:
             if source == config.model.path:
                 for name, model in models.items():
                     check_loaded(name, model, is_new=name != "policy" or not config.adapter.path)
+                # Otherwise the policy is not what the files define.
+                if not (config.adapter.path or config.adapter.base == "fp8" or config.model.rope_scaling):
+                    check_function(phases.engines.policy)
             phases.checks.start = Start(source, models)
             return 0, {}
         state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))

@@ -28,7 +28,7 @@ from rl.runtime.collectives import broadcast_object, gather_objects
 from rl.runtime.device import Device
 from rl.training.attention import can_share
 from rl.training.audit import StepAudit
-from rl.training.gradients import gradient_buffers, only_hooks, part_of, with_gradients
+from rl.training.gradients import first_rows, gradient_buffers, only_hooks, part_of, with_gradients
 from rl.training.grid import Grid
 from rl.training.layer_spec import name_of_layers
 from rl.training.micro_batch_plans import MicroBatchPlan
@@ -294,14 +294,14 @@ class TrainingEngine:
     ) -> list[tuple[Any, Tensor | None, float]]:
         """Return for each weight this rank's parameter, its part of a loss's gradient, and a factor.
 
-        The gradient of a weight is the sum over all ranks of factor times part, float64. The parameter is
-        None on a rank that learns no part of the weight, and the part is None on a rank without samples.
-        loss: reads only `output`. Collective over the world.
+        The gradient of a weight is the sum over all ranks of factor times part, float64, of the weight's
+        `first_rows`. The parameter is None on a rank that learns no part of the weight, and the part is None
+        on a rank without samples. loss: reads only `output`. Collective over the world.
         """
         found = [part_of(self.learned_map, weight, self.chunks[0].config) for weight in weights]
         parts: list[list[Tensor]] = [[] for _ in found]
         hooks = [
-            parameter.register_hook(lambda part, own=own: own.append(part.double()))
+            parameter.register_hook(lambda part, own=own: own.append(first_rows(part).double()))
             for (parameter, _), own in zip(found, parts)
             if parameter is not None
         ]

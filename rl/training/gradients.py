@@ -122,6 +122,8 @@ SMALLEST = 1e-12
 
 COPIES = 2.0**-10
 """Maximum relative difference between the gradients of copies; ranks may add up in another order."""
+SOME = 1 << 22
+"""Maximum number of elements of `first_rows`."""
 ELEMENTS = 256
 """Approximate number of elements of a weight that are compared."""
 
@@ -152,6 +154,11 @@ def part_of(
     in_parts = config.qk_layernorm and any(name in weight.megatron for name in norms_of_heads)
     in_parts = in_parts or weight.cut.split or getattr(parameter, "sequence_parallel", False)
     return parameter, float(in_parts or tp_rank == 0)
+
+
+def first_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the first rows of a tensor, with at most SOME elements if it has more than one row."""
+    return tensor[: max(1, SOME * len(tensor) // max(1, tensor.numel()))]
 
 
 @dataclass

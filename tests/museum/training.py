@@ -1,5 +1,7 @@
 """Exhibits: updates, gradients and the reference policy."""
 
+from typing import Any
+
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 COUNT = "counted tokens"
@@ -244,6 +246,24 @@ def keys_of_the_first_head_have_no_gradient(bug: Bug, backward, ctx, grad):
     query, key, *rest = backward(ctx, grad)
     key[..., :1, :] = 0
     return query, key, *rest
+
+
+@exhibit("verl-project/verl#7835", model="qwen2-tied", at=1)
+@caught_by("backward pass", BACKWARD + r": along the scales in model.embed_tokens.weight")
+def tied_embedding_without_gradient_of_the_head(bug: Bug) -> None:
+    """Embedding and head were no longer tied, and the embedding learned from its input side only."""
+    from rl.training.model import Policy
+
+    read = Policy.head_weight.fget
+    assert read is not None
+
+    def detached(self: Policy) -> Any:
+        if not bug.is_on:
+            return read(self)
+        bug.acts()
+        return read(self).detach()
+
+    Policy.head_weight = property(detached)  # type: ignore[assignment]
 
 
 @exhibit("NVIDIA/TransformerEngine#3216", overrides=("model.dtype=bfloat16",), at=1)

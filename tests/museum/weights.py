@@ -272,6 +272,14 @@ def update_is_acknowledged_only(bug: Bug):
     Link.receive_weights = acknowledge  # type: ignore[method-assign]
 
 
+@exhibit("deepspeedai/DeepSpeed#8345", at=0)
+@caught_by("function of the files", r"LogprobMismatch: start check: transformers computes log-probs from the")
+@replaces("rl.models.rope.rope_parameters")
+def base_of_the_rotation_is_a_default(bug: Bug, parameters, hf, **options):
+    """The key of config.json had moved, and the default took its place, in every part of the program."""
+    return parameters(hf, **options) | {"rope_theta": 500.0}
+
+
 @exhibit("NVIDIA-NeMo/Megatron-Bridge#3162", at=0)
 @caught_by("weights of the files", r"ChangedSinceStart: .*o_proj.weight of the policy are not those in the")
 @replaces("rl.training.engine.load_hf")
