@@ -24,6 +24,7 @@ from rl.checks.batches import (
 )
 from rl.checks.causes import cause_of
 from rl.checks.entropy import ENTROPY_SLACK, DrawnEntropy
+from rl.checks.foresight import check_foresight
 from rl.checks.head import check_head
 from rl.checks.logprobs import (
     FP8_FACTOR,
@@ -105,6 +106,8 @@ class Checks:
         self._entropy = DrawnEntropy(weights.hf["vocab_size"])
         self._references: dict[TrainingEngine, ReferencePass] = {}
         check_uniforms()
+        self._has_looked = False
+        """Whether the critic's values were compared with those for another last token."""
         self._checked_losses: set[str] = set()
         """Models whose loss was compared already in this process (`rl.checks.objective`)."""
 
@@ -215,6 +218,8 @@ class Checks:
         if (logprobs := columns.get(name)) is not None:
             self.reference_of(model).check(batch, logprobs)
         self._objective(name, model, batch, loss)
+        if name == "critic" and not self._has_looked:
+            self._has_looked = check_foresight(model, batch, plans[0])
         if (slope := self._slopes.get(name)) is None:
             slope = self._slopes[name] = SlopeCheck(model, "values" if name == "critic" else "logprobs")
         slope.check(batch, plans[0], noise=self.noise.noise if self.noise and name == "policy" else None)

@@ -41,6 +41,14 @@ def only(plan: MicroBatchPlan, few: list[list[int]], *, multiple: int) -> MicroB
     return [micros[:number] for micros in kept]
 
 
+def first_alone(plan: MicroBatchPlan, *, multiple: int) -> MicroBatchPlan:
+    """Return a plan with sample 0 alone, on the first data parallel rank. plan: any plan of this model.
+
+    multiple: see `only`.
+    """
+    return [[[0] if rank == 0 else [], *([[]] * (multiple - 1))] for rank in range(len(plan))]
+
+
 def tokens_of(plan: MicroBatchPlan, batch: Batch) -> Tensor:
     """Return the indices of all response tokens of a plan, int64 [n]."""
     return batch.tokens_of(sorted(i for micros in plan for micro in micros for i in micro))

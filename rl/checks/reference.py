@@ -7,7 +7,7 @@ learns from it.
 from torch import Tensor
 
 from rl.checks.batches import place
-from rl.checks.few_samples import shortened
+from rl.checks.few_samples import first_alone, shortened
 from rl.checks.logprobs import LogprobMismatch, rounding_limit
 from rl.data.batch import Batch
 from rl.models.placement import count_experts
@@ -40,8 +40,7 @@ class ReferencePass:
         self._alone = None
         if self._limit and is_bare and counted:
             alone = min(counted, key=lambda i: int(sizes[i]))
-            padding: list[list[int]] = [[]] * (self._model.grid.micro_batch_multiple - 1)
-            rows: MicroBatchPlan = [[[0] if rank == 0 else [], *padding] for rank in range(len(plan))]
+            rows = first_alone(plan, multiple=self._model.grid.micro_batch_multiple)
             (found,) = self._model.forward(shortened(batch, [alone], LONGEST), [rows], ("logprobs",))
             self._alone = _key(batch, alone), found
 

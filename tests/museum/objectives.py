@@ -311,6 +311,15 @@ def sum_of_log_ratios_of_a_sample(bug: Bug, sample_mean, x, mask, lengths):
     return sample_mean(x, mask, lengths) * lengths
 
 
+@exhibit("alibaba/ROLL#3", overrides=("algorithm=ppo",))
+@caught_by("foresight", r"CheckFailed: value check: .*the critic sees the token that it rates")
+@replaces("rl.training.model.ValueModel._postprocess")
+def values_read_one_token_late(bug: Bug, postprocess, model, hidden_states, *, labels, **options):
+    """Values were read from the first response token to the last, instead of one token before each."""
+    late = replace(labels, predict_at=labels.predict_at + 1)
+    return postprocess(model, hidden_states, labels=late, **options)
+
+
 @exhibit("verl-project/verl#7110", overrides=("algorithm=ppo",), ranks=2, at=0)
 @caught_by(OBJECTIVE, r"CheckFailed: objective check: .*the loss critic differs from its formula")
 @replaces("rl.phases.updates.value_loss")
