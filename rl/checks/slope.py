@@ -98,7 +98,7 @@ class Slope:
 
 
 @dataclass(frozen=True)
-class Move:
+class WeightMove:
     """How a weight moves, as this rank sees it."""
 
     parameter: Any
@@ -180,7 +180,7 @@ class SlopeCheck:
         if not sum_over_world(own, model.device.torch):  # for example, a new value head is 0
             return
 
-        def slope_of(of: Sequence[Weight], along: str, moves: Sequence[Move]) -> Slope:
+        def slope_of(of: Sequence[Weight], along: str, moves: Sequence[WeightMove]) -> Slope:
             changes, by_gradient = [], torch.zeros(1, dtype=torch.float64)
             for half in (1.0, 0.5):
                 means, ends = [], []
@@ -206,11 +206,11 @@ class SlopeCheck:
                 (parameter, gradient, share), seed = parts[direction[0]], direction[1]
                 path = None if parameter is None else _signs(first_rows(parameter), gradient, seed)
                 step = self._step_of(parameter, gradient, path, share, error=error, is_random=seed > 0)
-                move = Move(parameter, gradient, share, None if path is None else step * path)
+                move = WeightMove(parameter, gradient, share, None if path is None else step * path)
                 slope = slope_of([weights[direction[0]]], RANDOM if seed else SIGNS, [move])
             self._slopes.append(slope)
 
-    def _scales(self, parts: list[tuple[Any, Tensor | None, float]], error: float) -> list[Move]:
+    def _scales(self, parts: list[tuple[Any, Tensor | None, float]], error: float) -> list[WeightMove]:
         """Return moves that scale the weights of `_kinds`. Collective over the world.
 
         parts: result of `TrainingEngine.gradients`. error: standard error of a change, in nats.
@@ -226,7 +226,9 @@ class SlopeCheck:
         scales = [min(STEP[dtype], most / max(abs(slope), 1e-9)) for slope in slopes.tolist()]
         signs = [1.0 if slope < 0 else -1.0 for slope in slopes.tolist()]  # the changes add up
         return [
-            Move(*part, None if part[0] is None else sign * scale * first_rows(part[0].detach()).double())
+            WeightMove(
+                *part, None if part[0] is None else sign * scale * first_rows(part[0].detach()).double()
+            )
             for part, sign, scale in zip(parts, signs, scales)
         ]
 
@@ -332,7 +334,7 @@ def _signs(parameter: Tensor, gradient: Tensor | None, seed: int) -> Tensor:
 
 
 @contextmanager
-def _moved(move: Move, step: float) -> Iterator[Tensor]:
+def _moved(move: WeightMove, step: float) -> Iterator[Tensor]:
     """Add `step * move.path` to a weight in the `with` block, and yield the moved values, float64."""
     if move.parameter is None or move.path is None:
         yield torch.zeros(0)

@@ -12,7 +12,6 @@ from rl.runtime import tracing
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
-    from vllm.inputs.engine import TokensInput
 
     from rl.rollout.engine import RolloutEngine
 
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
 class EngineCall:
     """A request's arguments to vLLM. The parts of the engine may change them."""
 
-    prompt: "TokensInput"
+    prompt: dict[str, Any]
+    """vLLM's input: tokens, or tokens with images."""
     params: "SamplingParams"
     version: int
     """Version of the policy that samples the first tokens."""
@@ -55,7 +55,7 @@ def call_of(request: Request, sampling: Sampling, version: int) -> EngineCall:
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,  # each request has its own parameters
     )
-    return EngineCall(tokens_input(request.token_ids.tolist()), params, version)
+    return EngineCall({**tokens_input(request.token_ids.tolist())}, params, version)
 
 
 def seed_of_call(call: EngineCall) -> int:

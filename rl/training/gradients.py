@@ -229,7 +229,7 @@ class ReductionProbe:
         self._copies = {
             weight.hf[0]: 1.0 if place == 0 else -1.0 / (tp - 1)
             for weight in learned.weights
-            if learned.holds(weight) and weight.expert is None and not weight.cut.split
+            if learned.holds(weight) and not weight.cut.split
             for tp, place in [learned.tensor_split(weight)]
             if tp > 1
         }

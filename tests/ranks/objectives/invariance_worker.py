@@ -97,7 +97,7 @@ class ToyEngine:
         self.grid = SimpleNamespace(dp=dist.get_world_size(), reports_results=True)
         self.weight_map = SimpleNamespace(hf=HF, weights=[], dtype=torch.float32, local=list)
         self.learned_map = self.weight_map
-        self.chunks = [SimpleNamespace(modules=list, post_process=False)]
+        self.chunks, self.wrapped = [SimpleNamespace(modules=list, post_process=False)], []
         self.shares_prompts, self.has_frozen_weights = True, False
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = self.num_updates = 0
