@@ -36,10 +36,12 @@ from rl.checks.few_samples import first_samples, shortened, tokens_of
 from rl.checks.logprobs import rounding_limit
 from rl.data.batch import Batch
 from rl.models.layout import Weight
+from rl.models.sizes import num_experts
 from rl.runtime.collectives import sum_over_world
 from rl.training.engine import TrainingEngine
 from rl.training.gradients import first_rows
 from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.model import Packed
 from rl.training.packing import MicroBatch
 
 DIRECTIONS: list[tuple[int, int] | None] = [(0, 0), None, (1, 0), (0, 1), (1, 1)]
@@ -52,7 +54,7 @@ CHANGE = {torch.float32: 0.05, torch.bfloat16: 0.4}
 """Change of the mean log-prob above which the step is smaller, in nats; for a norm at least STEP / 2."""
 ERRORS = 40
 """Number of standard errors that the change need not exceed: a smaller change is closer to linear."""
-TOLERANCE = {torch.float32: (0.003, 0.05), torch.bfloat16: (0.12, 0.25)}
+TOLERANCE = {torch.float32: (0.01, 0.05), torch.bfloat16: (0.12, 0.25)}
 """Maximum distance of the measured from the expected changes, relative to their size: along the signs of the
 gradient, and along random signs."""
 NONLINEAR = 0.25
@@ -131,7 +133,12 @@ class SlopeCheck:
 
     @cached_property
     def _weights(self) -> list[Weight]:
-        """The weights that are changed: in the layer with the first attention, and with the first experts."""
+        """The weights that are changed: in the layer with the first attention, and with the first experts.
+
+        A mixture that is a class of transformers has none, because its routers cannot keep their experts.
+        """
+        if num_experts(self._model.weight_map.hf) and not isinstance(self._model.chunks[0], Packed):
+            return []
         learned = [w for w in self._model.learned_map.weights if w.layer is not None and w.expert is None]
         if self._model.has_frozen_weights:
             # DoRA's gradient of B treats the length of a row as a constant, so that it is not the slope.

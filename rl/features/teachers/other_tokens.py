@@ -93,7 +93,7 @@ class OtherReader:
             rows += [(*span, i in samples) for span in spans]
         for i in sorted(samples)[:: max(1, len(samples) // NUM_COMPARED)]:
             limit, prompt = self._max_tokens - len(responses[i]), batch.prompts[int(batch.groups[i])]
-            found = dict(feedback=None, limit=limit, sample=i)
+            found: dict[str, Any] = dict(feedback=None, limit=limit, sample=i)
             check_context(prompts[i], prompt, self._teacher, "{prompt}", **found)
         spans_of_batch = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
         facts: dict[str, Any] = dict(groups=batch.groups, truncated=batch.truncated)
