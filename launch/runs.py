@@ -203,7 +203,8 @@ def _settled(run: RunState, jobs: list[str], queue: dict[str, str] | None) -> Ru
     job = run.job or (jobs[-1] if jobs else "")
     if run.state == "running":
         places = (run.directory, run.directory.parent)  # a sweep in one job has the lock of its points
-        was_killed = any(is_dead(read_object(place / LOCK)) for place in places)
+        locks = [read_object(place / LOCK) for place in places]
+        was_killed = is_dead(max(locks, key=lambda lock: lock.get("time", 0)))
         in_slurm = bool(job) and queue is not None and slurm.available()
         if was_killed or in_slurm or (run.silent_s is not None and run.silent_s > SILENT_S):
             return replace(run, job=job, state="lost")

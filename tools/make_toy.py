@@ -12,9 +12,9 @@ held out. The script writes
     OUT/labels.parquet  the training problems with a right or wrong answer (completion) and its label, for kto
     OUT/model/          a Qwen2 model with random weights, and a tokenizer of printable ASCII characters
 
-The model directory is a normal Hugging Face checkpoint. Its random weights never add right, so RL finds no
-reward to raise: run configs/quickstart_sft.yaml first, and train the model that it exports
-(runs/quickstart-sft/hf). Equal arguments give equal files; nothing is downloaded.
+The model directory is a normal Hugging Face checkpoint. With random weights it gets no sum
+right, so RL has no reward to learn from: run configs/quickstart_sft.yaml first, and train the model that it
+exports (runs/quickstart-sft/hf). Equal arguments give equal files; nothing is downloaded.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """Compares the files of a checkpoint, loaded and run by transformers, with the policy."""
 
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from rl.training.model import Packed
 MAX_CHECKED = 4 << 30
 """Maximum number of parameters of an exported model that is compared. Rank 0 loads the model in float32 into
 host memory."""
+NOISE = 8
+"""Maximum difference at the start, relative to the noise of the policy's dtype."""
 MAX_AT_START = 1 << 30
 """The same maximum at the start of a run."""
 
@@ -42,28 +45,30 @@ def wrong_export(policy: TrainingEngine, directory: Path) -> str | None:
     return _difference(policy, found, expected)
 
 
-def check_function(policy: TrainingEngine) -> None:
+def check_function(policy: TrainingEngine, slack: float) -> None:
     """Raise LogprobMismatch on every rank if transformers computes other log-probs from the model's files.
 
     Trainer and engine share the code that reads config.json, so they may agree although both compute another
     function than the model's: with another base of the rotation, for example. The policy must have the
     weights of its files. Models that read images, that are quantised, or that have more than MAX_AT_START
     parameters are not compared. A class of transformers is compared with itself where it is built.
-    Collective over the world.
+    Collective over the world. slack: `agreement.logprob_slack`.
     """
-    if "quantization_config" in policy.weight_map.hf or not isinstance(policy.chunks[0], Packed):
+    is_quantised = "quantization_config" in policy.weight_map.hf
+    if not slack or is_quantised or not isinstance(policy.chunks[0], Packed):
         return
     found, difference = _own_logprobs(policy, MAX_AT_START), None
     if found is not None and not dist.get_rank():
-        directory = Path(policy.spec.path)
+        directory, dtype = Path(policy.spec.path), policy.weight_map.dtype
         try:
-            expected = logprobs_of_files(str(directory), policy.spec.temperature)
-            difference = _difference(policy, found, expected)
+            expected, noise = logprobs_of_files(str(directory), policy.spec.temperature, dtype)
+            difference = _difference(policy, found, expected, slack, noise)
+            if difference is not None:  # this process may have other classes than transformers
+                again = _in_own_process(policy, directory)
+                if isinstance(again, Tensor):
+                    difference = _difference(policy, found, again, slack, noise)
         except Exception as error:  # of any type, if transformers does not know the model
-            print(f"start check: transformers does not load {directory}: {error}", flush=True)
-        if difference is not None:  # this process may have other classes than transformers
-            again = _in_own_process(policy, directory)
-            difference = _difference(policy, found, again) if isinstance(again, Tensor) else None
+            print(f"start check: transformers does not compute {directory}: {error}", flush=True)
     if (text := broadcast_object(difference)) is not None:
         raise LogprobMismatch(
             f"start check: {text}: the policy does not compute the function that {policy.spec.path} defines, "
@@ -78,7 +83,13 @@ def _own_logprobs(policy: TrainingEngine, most: int) -> Tensor | None:
     if "vision_config" in hf or sum(weight.num_elements for weight in weights) > most:
         return None
     batch = random_batch(hf["vocab_size"])
-    plan = plan_minibatch(batch, list(range(len(batch))), dp=policy.grid.dp, max_tokens=4096)
+    plan = plan_minibatch(
+        batch,
+        list(range(len(batch))),
+        dp=policy.grid.dp,
+        max_tokens=4096,
+        multiple=policy.grid.micro_batch_multiple,
+    )
     (found,) = policy.forward(batch, [plan], ("logprobs",))
     return found
 
@@ -101,9 +112,12 @@ def _in_own_process(policy: TrainingEngine, directory: Path) -> Tensor | str | N
         return torch.from_numpy(np.load(out))
 
 
-def _difference(policy: TrainingEngine, found: Tensor, expected: Tensor) -> str | None:
+def _difference(
+    policy: TrainingEngine, found: Tensor, expected: Tensor, slack: float = 1.0, noise: float = math.inf
+) -> str | None:
     """Return how two log-probs of `random_batch` differ; None if they agree.
 
+    noise: mean difference that the policy's dtype makes in transformers' pass.
     If the model has routed experts, the sample with the largest difference is left out, because a rounding
     error may send its tokens to other experts.
     """
@@ -114,7 +128,8 @@ def _difference(policy: TrainingEngine, found: Tensor, expected: Tensor) -> str 
         worst = int((gaps / lengths.clamp(min=1)).argmax())
         gaps[worst], lengths[worst] = 0, 0
     gap = float(gaps.sum() / lengths.sum())
-    limit = rounding_limit(hf, policy.weight_map.dtype) * max(1.0, float(expected.abs().mean()))
+    exact, rounded = (rounding_limit(hf, dtype) for dtype in (torch.float32, policy.weight_map.dtype))
+    limit = min(slack * rounded * max(1.0, float(expected.abs().mean())), NOISE * slack * max(noise, exact))
     if gap <= limit:
         return None
     return (

@@ -99,7 +99,8 @@ def check_precision(name: str, model: TrainingEngine) -> None:
         found.append("the gradient buffers")
     if model.weight_map.dtype is torch.bfloat16 and isinstance(model.chunks[0], Packed) and not model.layers:
         batch = random_batch(model.weight_map.hf["vocab_size"], LENGTHS[:2])
-        plan = plan_minibatch(batch, [0, 1], dp=model.grid.dp, max_tokens=4096)
+        multiple = model.grid.micro_batch_multiple
+        plan = plan_minibatch(batch, [0, 1], dp=model.grid.dp, max_tokens=4096, multiple=multiple)
         with CoarseFunctions() as functions:
             model.forward(batch, [plan], ("values" if model.spec.has_values else "logprobs",))
         found += sorted(functions.found)

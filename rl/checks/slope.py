@@ -37,7 +37,7 @@ from rl.checks.logprobs import rounding_limit
 from rl.data.batch import Batch
 from rl.models.layout import Weight
 from rl.models.sizes import num_experts
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.training.engine import TrainingEngine
 from rl.training.gradients import first_rows
 from rl.training.micro_batch_plans import MicroBatchPlan
@@ -120,14 +120,22 @@ class SlopeCheck:
 
     def __init__(self, model: TrainingEngine, output: str = "logprobs"):
         self._model, self._output, self._slopes = model, output, list[Slope]()
+        self._left = list(DIRECTIONS)
 
     @cached_property
     def _kinds(self) -> list[Weight]:
-        """A weight of each kind: a name without the numbers of layer and expert."""
-        kinds = dict[str, list[Weight]]()
-        for weight in self._model.learned_map.weights:
+        """A weight of each kind: a name without the numbers of layer and expert.
+
+        No hook sees the gradients that Transformer Engine's products add to the buffers directly.
+        """
+        learned, kinds = self._model.learned_map, dict[str, list[Weight]]()
+        own = [w.hf[0] for w, parameter in learned.local() if getattr(parameter, "adds_in_product", False)]
+        hidden = set().union(*gather_objects(own))
+        for weight in learned.weights:
             if ".lora_magnitude" in weight.megatron:
                 return []  # see `_weights`
+            if weight.hf[0] in hidden:
+                continue
             kinds.setdefault(re.sub(r"\d+", "*", weight.hf[0]), []).append(weight)
         return [members[7 * place % len(members)] for place, members in enumerate(kinds.values())]
 
@@ -158,7 +166,7 @@ class SlopeCheck:
 
         noise: measured noise of log-probs (`RoundingNoise`), in nats; None uses the bound of rounding.
         """
-        missing = len(DIRECTIONS) - len(self._slopes)
+        missing = len(self._left)
         if not self._weights or not missing:
             return
         tokens, number = slope_passes(int(batch.lengths.sum()), missing)
@@ -202,10 +210,12 @@ class SlopeCheck:
             (expected,) = sum_over_world(by_gradient, model.device.torch).tolist()
             return Slope([w.hf[0] for w in of], along, changes[0], changes[1], expected, error)
 
-        for direction in DIRECTIONS[len(self._slopes) :][:number]:
+        for direction in self._left[:number]:
             if direction is None:
                 moves = self._scales(parts[2:], error)
                 slope = slope_of(weights[2:], SCALES, moves)
+                if moves and not slope.expected and not slope.fine:
+                    continue  # new adapters: B is 0 until the first update
                 if self._is_wrong([slope]):  # find the weight
                     alone = (slope_of([weight], SCALES, [move]) for weight, move in zip(weights[2:], moves))
                     slope = next((each for each in alone if self._is_wrong([each])), slope)
@@ -215,6 +225,7 @@ class SlopeCheck:
                 step = self._step_of(parameter, gradient, path, share, error=error, is_random=seed > 0)
                 move = WeightMove(parameter, gradient, share, None if path is None else step * path)
                 slope = slope_of([weights[direction[0]]], RANDOM if seed else SIGNS, [move])
+            self._left.remove(direction)
             self._slopes.append(slope)
 
     def _scales(self, parts: list[tuple[Any, Tensor | None, float]], error: float) -> list[WeightMove]:

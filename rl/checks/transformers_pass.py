@@ -6,6 +6,7 @@ The log-probs of an export are computed in their own process, because a vLLM eng
 transformers in the engine's process.
 """
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,22 +77,28 @@ def without_kernels() -> Iterator[None]:
 
 
 @torch.no_grad()
-def logprobs_of_files(directory: str, temperature: float) -> Tensor:
-    """Return the log-probs of `random_batch`, computed from the files of a checkpoint; float64 [T].
+def logprobs_of_files(directory: str, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Return the log-probs of `random_batch` from the files of a checkpoint, and the noise of a dtype.
 
-    Raises what transformers raises if it does not load the files.
+    The log-probs, float64 [T], are computed in float32. The noise is the mean difference of those computed in
+    `dtype`; infinite for float32. Raises what transformers raises if it does not load the files.
     """
     from transformers import AutoModelForCausalLM
 
-    with without_kernels():
-        options = dict(dtype=torch.float32, attn_implementation="eager")  # others do not cap scores
-        model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
-        batch = random_batch(model.config.get_text_config().vocab_size)
-        return hf_logprobs(model, batch, temperature=temperature)[0]
+    options = dict(dtype=torch.float32, attn_implementation="eager")  # others do not cap scores
+    options |= dict(local_files_only=True, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    batch = random_batch(model.config.get_text_config().vocab_size)
+    exact = hf_logprobs(model, batch, temperature=temperature)[0]
+    if dtype is torch.float32:
+        return exact, math.inf
+    rounded = hf_logprobs(model.to(dtype), batch, temperature=temperature)[0]
+    return exact, float((rounded - exact).abs().mean())
 
 
 def main(directory: str, temperature: str, out: str) -> None:
-    np.save(out, logprobs_of_files(directory, float(temperature)).numpy())
+    with without_kernels():
+        np.save(out, logprobs_of_files(directory, float(temperature), torch.float32)[0].numpy())
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ EXCLUSIONS = {
         "adapter.base=fp8": f"only Megatron's layers are dequantised; {MODEL_BASE}",
         "adapters in the engine": f"only merged values are gathered from the ranks of a copy; {MERGED}",
         "critic.share_base": "each class gathers weights of its own; leave out critic.share_base",
+        "roles": (
+            "what vLLM's loader changes cannot be compared with a trainer on other ranks; leave out the "
+            "section roles"
+        ),
         "training.router_replay": f"experts are replayed in Megatron's routers; {MEGATRON}",
         "a prediction head": f"the head is built from Megatron's layers; {MEGATRON}",
         "model.numerics=bitwise": f"the bitwise layers replace Megatron's; {MEGATRON}",
@@ -78,8 +82,8 @@ EXCLUSIONS = {
             "conversations are read without images; use prompts with a response (data.response_key)"
         ),
         "whole responses, needs critic, reward.model.path": (
-            "only a policy that learns from its own samples or by sft, and its teachers, read images; "
-            f"{NO_IMAGES}"
+            "images are read only by a policy that learns from its own samples or by sft, and by its "
+            f"teachers; {NO_IMAGES}"
         ),
         "teacher.self_taught=present|initial, teacher.student_share": (
             f"teachers read images only in the policy's own samples; {NO_IMAGES}"
@@ -419,7 +423,7 @@ _NOT_BUILT = {
     "a class of transformers": (
         "training.tp, training.pp, training.cp, training.ep, training.etp, training.vpp, "
         "training.recompute=selective, training.recompute_every, adapter.kind=dora, adapter.init=pissa, "
-        "adapter.base=fp8, adapters in the engine, critic.share_base, "
+        "adapter.base=fp8, adapters in the engine, critic.share_base, roles, "
         "training.router_replay, a prediction head, model.numerics=bitwise, data.image_key, "
         "rollout.quantization=fp8, scaled rotation"
     ),

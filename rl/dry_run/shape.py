@@ -265,7 +265,12 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
     note = f"{path} is not on this machine; its shape is that of configs/models/{directory.name}"
     if note not in notes:
         notes.append(note)
-    return merged(read_object(directory / "config.json"))
+    found = read_object(directory / "config.json")
+    if named.endswith("-text") and "vision_config" in found:  # written by `lockstep model text`
+        names = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in found["architectures"]]
+        tied = {"tie_word_embeddings": found.get("tie_word_embeddings", False)}
+        return tied | found["text_config"] | {"architectures": names}
+    return merged(found)
 
 
 def _absent(config: Config) -> list[str]:

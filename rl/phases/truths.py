@@ -57,7 +57,7 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
             except ValueError as error:
                 if prompt.ground_truth is not None:
                     raise
-                raise ValueError(f"{key} is missing, which {pool.name} reads; {_remedy(prompt)}.") from error
+                raise ValueError(f"{key} is missing, which {pool.name} needs; {_remedy(prompt)}.") from error
     if rank == 0 and all(prompt.ground_truth is None for prompt in prompts):
         log.warning(
             "none of the %d rows that are scored has a %s, so %s gets None; if it reads one, %s",

@@ -13,6 +13,7 @@ import yaml
 
 from rl.config.checks import OPTIMIZERS
 from rl.config.options import ConfigError, flatten, to_yaml
+from rl.config.run_models import run_models
 from rl.config.schema import Config
 from rl.run_directory.record import own_hashes
 
@@ -37,8 +38,8 @@ IDENTITY = (
 UNNAMED = "run"
 """Name of a run without a config file and, in checkpoints of earlier versions, of any unnamed run."""
 EXPECTED = ("run.dir", "run.max_steps", "run.max_time", "checkpoint.resume", "checkpoint.accept_changes")
-"""Keys that are often changed to continue a run; their changes are not printed. One of run.max_steps is, if a
-learning rate decays until then."""
+"""Keys that are often changed to continue a run; their changes are not printed. A change of run.max_steps is
+printed if a learning rate decays until that step."""
 
 
 def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
@@ -47,7 +48,8 @@ def changes(config: Config, saved: dict[str, Any]) -> dict[str, str]:
     saved: config.yaml of the checkpoint. A key that is missing there, because it is newer, is not compared.
     """
     own, found = yaml.safe_load(to_yaml(config)), {}
-    decays = any(_value(own, f"{section}.schedule") != "constant" for section in OPTIMIZERS)
+    sections = [key for key in OPTIMIZERS if key.partition(".")[0] in ("training", *run_models(config))]
+    decays = any(_value(own, f"{section}.schedule") != "constant" for section in sections)
     for key in flatten(config):
         before, after = _value(saved, key), _value(own, key)
         is_rate = key == "run.max_steps" and decays

@@ -78,14 +78,14 @@ class RunCheckpoints:
             source, named = str(named.path), None
         saved = named if newest is None else newest
         if saved is None:
-            # User code, such as a reward function, may draw from the global generators.
-            reseed_rng(seed_of(config.run.seed, "start"))
             if source == config.model.path:
                 for name, model in models.items():
                     check_loaded(name, model, is_new=name != "policy" or not config.adapter.path)
                 # Otherwise the policy is not what the files define.
                 if not (config.adapter.path or config.adapter.base == "fp8" or config.model.rope_scaling):
-                    check_function(phases.engines.policy)
+                    check_function(phases.engines.policy, config.agreement.logprob_slack)
+            # User code, such as a reward function, may draw from the global generators.
+            reseed_rng(seed_of(config.run.seed, "start"))
             phases.checks.start = Start(source, models)
             return 0, {}
         state = self._store.load(saved, models, seed=seed_of(config.run.seed, "resume", saved.step))

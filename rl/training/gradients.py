@@ -122,7 +122,7 @@ SMALLEST = 1e-12
 
 COPIES = 2.0**-10
 """Maximum relative difference between the gradients of copies; ranks may add up in another order."""
-SOME = 1 << 22
+SOME = 1 << 18
 """Maximum number of elements of `first_rows`."""
 ELEMENTS = 256
 """Approximate number of elements of a weight that are compared."""

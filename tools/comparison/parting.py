@@ -36,8 +36,8 @@ def parting(a: Path, b: Path) -> list[str]:
     settings = _settings(a, b, *configs)
     if first.startswith(EQUAL) and any(line.startswith("config: ") for line in settings):
         first += (
-            "; they are equal up to there, so the keys below had no effect so far, as for example "
-            "objective.clip_high has none with one update per step"
+            "; the keys below have had no effect on what is stored. For example, objective.clip_high has "
+            "none with one update per step"
         )
     return [first, *settings]
 

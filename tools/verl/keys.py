@@ -153,6 +153,7 @@ REFUSED = {
 MODELS = {
     r"DeepSeek-V(3\.2|4)|GLM-?5": "sparse attention is not supported; docs/models.md lists what is.",
     r"MiMo": "Qwen2 with heads of its own for multi-token prediction is not supported; see docs/models.md.",
+    r"Nemotron-(?!3-Nano)(3|H|Nano)": "the architecture is not supported; docs/models.md lists what is.",
     r"MiniCPM": "the architecture is not supported; docs/models.md lists what is.",
     r"-MoE-merge$": "VeOmni's merged checkpoint cannot be read; name the one from which it was made.",
     r"Omni|(?<!Qwen2\.5-)(?<!Qwen3-)VL\b|4\.\dV|Kimi-K2\.[5-9]": (

@@ -56,7 +56,8 @@ def refuse(settings: VerlSettings) -> None:
     for key in MODEL_PATHS:
         if why := reason(str(settings.given.get(key, "")), MODELS):
             raise ValueError(f"{key}={settings.given[key]}: {why}")
-    if "video" in (files := str(settings.given.get("data.train_files", ""))):
+    files = str(settings.given.get("data.train_files", ""))
+    if "data.video_key" in settings.given or "video" in "/".join(files.split("/")[-2:]):
         raise ValueError(f"data.train_files={files}: videos are not supported; train on text or images.")
     for key, value in settings.given.items():
         if value not in OFF and (why := reason(key, REFUSED)):
@@ -156,11 +157,15 @@ def has_tower(settings: VerlSettings) -> bool:
 
 
 def model_path(settings: VerlSettings, key: str, notes: list[str]) -> str:
-    """Return the model's path; that of its text model, if the script trains the text of a model that sees."""
-    path = str(settings.get(key, ""))
+    """Return the model's path, or the path of its text model if the script trains only the text part of a
+    model with a vision tower."""
+    path = str(settings.get(key, "")).rstrip("/")
     if has_tower(settings) or not re.search(TEXT_ALONE, path):
         return path
-    notes.append(f"The text model alone: lockstep model text {path} --out {path}-text")
+    notes.append(
+        f"The script names no column of images, so only the text is trained: lockstep model text {path} "
+        f"--out {path}-text. If the data has images, set model.path={path}, and data.image_key."
+    )
     return f"{path}-text"
 
 

@@ -83,6 +83,8 @@ class TeacherInputs:
             own = image_format(path, hf, max_pixels=limit) if "vision_config" in hf else None
             others = [prompt for prompt in prompts if prompt.images and prompt.images[0].format != own]
             sources = {prompt.data_source for prompt in others}
+            if self._config.agents.is_on and others:  # environments give images to any prompt
+                sources |= {prompt.data_source for prompt in prompts}
             if wrong := [name for name in sources if teacher.sources.get(name, teacher.path) == path]:
                 raise ConfigError(
                     f"a prompt of data_source={wrong[0]} has images, but its teacher {path} reads none, or "

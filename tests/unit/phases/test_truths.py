@@ -88,7 +88,7 @@ def test_rows_without_any_truth_give_one_warning(monkeypatch, caplog):
         check(monkeypatch, [None, "72"], "rl.rewards.format:score")
     (record,) = caplog.records
     assert "none of the 2 rows that are scored has a reward_model.ground_truth" in record.getMessage()
-    with pytest.raises(ValueError, match="is missing, which reward.function=x reads"):
+    with pytest.raises(ValueError, match="is missing, which reward.function=x needs"):
         check(monkeypatch, [None, None], "rl.rewards.exact:score")
     assert len(caplog.records) == 1  # one message, and not two that contradict each other
 
