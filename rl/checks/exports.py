@@ -71,8 +71,8 @@ def check_function(policy: TrainingEngine, slack: float) -> None:
             print(f"start check: transformers does not compute {directory}: {error}", flush=True)
     if (text := broadcast_object(difference)) is not None:
         raise LogprobMismatch(
-            f"start check: {text}: the policy does not compute the function that {policy.spec.path} defines, "
-            "so a value of its config.json is read or used in another way."
+            f"start check: {text}: the policy does not compute the function of {policy.spec.path}. A value "
+            "of its config.json is used in another way, or ranks hold wrong parts of its weights."
         )
 
 

@@ -14,9 +14,9 @@ DAPO = ("algorithm=dapo", "dynamic_sampling.prompts_per_round=8")
 @exhibit("NVIDIA-NeMo/RL#1026", ranks=2)
 @caught_by(SCORES, r"rank \d .*CheckFailed: score check: rank \d got the score .*of another sample")
 @replaces("rl.rewards.pool.pool.ScoringPool.score")
-def order_of_the_scores_lost(bug: Bug, score, self, samples):
+def order_of_the_scores_lost(bug: Bug, score, self, samples, **options):
     """A reward model with dynamic batches returned scores in another order than its samples."""
-    return score(self, samples)[::-1]
+    return score(self, samples, **options)[::-1]
 
 
 @exhibit("huggingface/trl#3098", ranks=2)
@@ -39,7 +39,7 @@ def worker_repeats_old_answers(bug: Bug) -> None:
 
     def remembered(self, samples, **options):
         found = score(self, samples, **options)
-        if not options:  # a trial of the rows before the first step has some
+        if samples[0]["response"] is not None:  # else a trial of the rows before the first step
             if bug.is_on:
                 bug.acts()
                 return kept[0]
