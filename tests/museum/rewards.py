@@ -39,7 +39,9 @@ def worker_repeats_old_answers(bug: Bug) -> None:
 
     def remembered(self, samples, **options):
         found = score(self, samples, **options)
-        if samples[0]["response"] is not None:  # else a trial of the rows before the first step
+        if any(
+            sample["response"] is not None for sample in samples
+        ):  # else a trial of the rows before the first step
             if bug.is_on:
                 bug.acts()
                 return kept[0]
