@@ -28,7 +28,7 @@ def test_utilisation_is_operations_over_the_peak():
 
 
 def test_operations_are_those_of_the_dry_run():
-    [path, *_] = sorted(SHAPES.glob("qwen*/config.json"))
+    [path, *_] = sorted(SHAPES.glob("qwen2*/config.json"))
     model = models_of(Config(), shape=str(path))[0]["policy"]
     cost = Cost.of_model(model.hf, model.weights)
     assert cost.per_token + cost.per_answer_token == 2 * model.multiplied
