@@ -59,8 +59,9 @@ def check_sampling(batch: Batch, config: Config, purpose: str) -> None:
         if found == parameters_code(expected_parameters(config, other)):
             what = f"the parameters of {other}"
     for name, neutral in PARAMETERS.items():
-        if found == parameters_code(expected | {name: neutral}):
-            what = f"{name}={neutral}"
+        for value in (True, False) if isinstance(neutral, bool) else (neutral,):
+            if found == parameters_code(expected | {name: value}):
+                what = f"{name}={value}"
     raise CheckFailed(
         f"sampling check: the engine sampled {place(batch, sample)} and {int(wrong.sum()) - 1} further "
         f"samples of {len(batch)} with {what}, but the config gives "

@@ -109,7 +109,7 @@ def answers_in_the_order_of_completion(bug: Bug) -> None:
     from rl.rewards.pool.pool import ScoringPool
 
     ScoringPool.module = "tests.museum.reward_worker"
-    bug.replaces(ScoringPool, "score")(lambda score, *args: score(*args))
+    bug.replaces(ScoringPool, "score")(lambda score, *args, **options: score(*args, **options))
 
 
 @exhibit("NVIDIA-NeMo/RL#3794", overrides=DAPO)

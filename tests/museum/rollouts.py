@@ -19,7 +19,7 @@ def truncated_responses_count_as_complete(bug: Bug, receive, self, name, complet
 
 
 @exhibit("google/tunix#842", overrides=LONG)
-@caught_by(ENDING, r"CheckFailed: ending check: .* continues after a stop token")
+@caught_by("sampling parameters", r"CheckFailed: sampling check: .* with ignore_eos=True")
 @replaces("rl.rollout.calls.call_of")
 def stop_token_ignored(bug: Bug, call_of, *args):
     """The policy did not stop at its end of turn and went on to the length limit."""

@@ -40,7 +40,8 @@ def gradients_divided_by_the_replicas(bug: Bug, finalize, models, *args, **optio
 
 @exhibit("NVIDIA-NeMo/RL#3716", ranks=2, model="qwen3-moe", overrides=("training.tp=2",))
 @caught_by(
-    REDUCTION, r"WrongReduction: the gradients of model.layers.\*.self_attn.q_norm.weight on all ranks"
+    REDUCTION,
+    r"WrongReduction: the tensor parallel ranks .* copies of model.layers.\*.self_attn.q_norm.weight",
 )
 @replaces("megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads")
 def norms_of_heads_not_summed(bug: Bug, reduce, models, config, *args):
