@@ -23,7 +23,8 @@ def counted(value, *types):
 
 def logged(self, step, metrics):
     write(self, step, metrics)
-    sizes = [path.stat().st_size for path in Path(run).rglob("*") if path.is_file()]
+    files = (path for path in Path(run).rglob("*") if path.suffix != ".partial")  # they are renamed
+    sizes = [path.stat().st_size for path in files if path.is_file()]
     with Path(run).with_name("counts").open("a") as file:
         file.write(json.dumps([sent, len(sizes), sum(sizes)]) + "\\n")
     sent.clear()
