@@ -60,7 +60,7 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
     with session(ranks) as device:  # silences the warnings of the imports below
         from rl.checkpoint.hf import export_hf
         from rl.checkpoint.store import CheckpointStore
-        from rl.checks.exports import wrong_export
+        from rl.checks.model_files import wrong_export
         from rl.engines.training_parts import training_parts
         from rl.training.engine import TrainingEngine
         from rl.training.grid import build_grid

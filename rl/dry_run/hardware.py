@@ -106,7 +106,7 @@ class Hardware:
 
     @property
     def speeds(self) -> str:
-        """Whose speeds these are: a kind of GPU's, or other ones."""
+        """Source of the speeds, for the report: a kind of GPU (--gpu), or options."""
         peaks = ("tflops", "hbm_gb_s", "nvlink_gb_s", "nic_gb_s")
         own = [getattr(self, name) for name in peaks]
         for kind, figures in GPUS.items():

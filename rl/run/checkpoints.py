@@ -8,7 +8,7 @@ from rl.checkpoint.hf import export_hf
 from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.start import Start, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
-from rl.checks.exports import check_function, wrong_export
+from rl.checks.model_files import check_function, wrong_export
 from rl.config.options import ConfigError
 from rl.config.schema import Config, learns
 from rl.phases.phases import Phases

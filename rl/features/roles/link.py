@@ -171,15 +171,13 @@ class Link:
         rollout: numbers of the generating ranks in the group.
         """
         grid, num_layers, parts = config.training, hf["num_hidden_layers"], _weights(config, hf)
-        own = self._trainer.weight_map.placement if self._trainer is not None else None
-        tp, etp = max(gather_objects((0, 0) if own is None else (own.tp, own.expert_tp), group))
         training = TrainingPlacement(
             len(self.train),
-            tp,
+            grid.tp,
             grid.pp,
             num_layers,
             ep=grid.ep,
-            etp=etp,
+            etp=grid.expert_tp,
             num_experts=count_experts(parts[0]),
             ranks=self.train,
             vpp=grid.vpp,
@@ -211,14 +209,11 @@ class Link:
         if messages := wing.door(config, "messages"):
             itemsize = getattr(torch, config.model.dtype).itemsize
             self._changes = [messages(itemsize) for _ in parts]
-        fallback = [weight.vllm for planned in self._planned for weight in planned.fallback]
-        missing = sum(planned.num_elements - planned.num_compared for planned in self._planned)
-        if fallback or missing:
+        if fallback := [weight.vllm for planned in self._planned for weight in planned.fallback]:
             raise ConfigError(
                 f"vLLM holds {len(fallback)} weights ({', '.join(fallback[:4])}, ...) in another dtype or "
-                f"layout than the trainer, and {missing} elements that no weight of the trainer fills. They "
-                "need vLLM's own loader, which a refit between two roles does not support; omit the section "
-                "roles."
+                "layout than the trainer. They need vLLM's own loader, which a refit between two roles does "
+                "not support; omit the section roles."
             )
 
     def _values(self) -> list[Values]:
