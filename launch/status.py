@@ -2,8 +2,8 @@
 
 DIR is a run directory, the directory of a sweep, or a directory that contains runs or sweeps (default: runs).
 States: queued, running, stopped (can continue), finished, failed, lost, unstarted, unreadable (the column
-`reason` says why). A lost run has ended without a report: its job or its process on this host
-has ended, or it has sent no heartbeat for 5 minutes.
+`reason` says why). A lost run has ended without a report: its job, or its process on this host, is gone, or
+one of its ranks has sent no heartbeat for 5 minutes.
 """
 
 from collections import Counter

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 8 -m lockstep export runs/grpo --out models/grpo --tp 8
 
 Takes the newest checkpoint unless --step names one. The layout and number of ranks may differ from the run's,
-so a model that is too large for one process can be split over several. Of a run with adapters it writes the
+so a model that is too large for one process can be split over several. For a run with adapters it writes the
 merged weights, or with --adapter the adapters alone. A run with `checkpoint.export_hf=true` writes the same
 files at its end. Each written tensor is compared with the model's, and log-probs that transformers computes
 from the files with the policy's.

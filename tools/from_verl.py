@@ -6,8 +6,8 @@
 
 Writes the config, with the settings that differ from this project's defaults; settings that the verl run
 leaves at verl's defaults are translated too. Then lists on stderr, with the reason, each setting that has no
-counterpart, and each one that needs none. A layout that does not fit the script's number of GPUs by the
-estimate of the dry run is changed, which changes nothing that is learned.
+counterpart, and each one that needs none. If the dry run estimates that the layout does not fit the script's
+GPUs, the tool changes the layout, but nothing that affects learning.
 
 A .sh file is executed by bash, so that its variables, arithmetic and $@ have their values. Its PATH has no
 programs but python, torchrun, uv and ray, which only report their arguments. Redirections and programs named

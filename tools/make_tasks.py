@@ -13,8 +13,8 @@ Each writes OUT/train.jsonl and OUT/test.jsonl with --num-train and --num-test r
                    reward rl.rewards.gsm8k with method=flexible. At most 1,134, three about each pair
     reasoning-gym  puzzles of the generators in --name, which take turns, each with --options; for the reward
                    reasoning_gym (docs/agents.md)
-    seeds          rows with extra_info.env_id, for which the names in --name take turns, and extra_info.seed;
-                   for gem, textarena, and any environment that makes its task from a seed
+    seeds          rows with extra_info.env_id (the names in --name take turns) and extra_info.seed, for gem,
+                   textarena, and any environment that makes its task from a seed
     harbor         the directories below "tasks" in --options, in the format of Harbor or Terminal-Bench; for
                    the environment of docs/agents.md. The first ones are test.jsonl's
     verifiers      the tasks of the taskset in --options, which is verifiers' block [env]; PYTHON is the

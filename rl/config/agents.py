@@ -64,9 +64,9 @@ class Agents:
     on_failure: Literal["zero", "refill", "shrink"] = "zero"
     """Treatment of a failed trajectory in training. refill: sample another one. shrink: leave it out of its
     group. zero: if an action of the policy exceeded `timeout_s` or `memory_mib`, learn from the trajectory
-    with the score `reward.failure_score`; refill otherwise. zero is the default, because from
-    trajectories that are left out a policy does not learn to avoid their actions. In validation failed
-    trajectories count as wrong."""
+    with the score `reward.failure_score`; refill otherwise. zero is the default, because a policy does not
+    learn to avoid the actions of trajectories that are left out. In validation failed trajectories count as
+    wrong."""
 
     @property
     def plan(self) -> AgentPlan:

@@ -15,24 +15,24 @@ class Container:
     """Image on disk: a root directory, a SIF or SquashFS file, or an archive of `docker save` or of `skopeo`.
     Rows may name others. Empty: none."""
     runtime: Literal["", "apptainer", "charliecloud", "bubblewrap"] = ""
-    """Program that makes the containers. Empty: the first one of these that is installed."""
+    """Program that makes the containers. Empty: the first of these programs that is installed."""
     network: bool = False
     """Whether commands have the node's network. Otherwise they have a loopback of their own."""
     wall_s: Annotated[float, POSITIVE] = 20.0
     """Time limit of a command, in seconds."""
     memory_mib: Annotated[int, AT_LEAST_ONE] = 1024
-    """Memory of all processes of a container, and of what the node holds for them, in MiB."""
+    """Maximum memory of all processes of a container, and of what the node holds for them, in MiB."""
     disk_mib: Annotated[int, AT_LEAST_ONE] = 512
-    """Files that a container writes, in MiB; they are in memory."""
+    """Maximum size of the files that a container writes, in MiB. They are in memory."""
     files: Annotated[int, AT_LEAST_ONE] = 20000
-    """Number of files that a container makes or changes."""
+    """Maximum number of files that a container makes or changes."""
     tasks: Annotated[int, AT_LEAST_ONE] = 64
-    """Number of processes and threads of a container."""
+    """Maximum number of processes and threads of a container."""
     cpus: Annotated[int, NOT_NEGATIVE] = 0
     """Maximum number of processors that a container's commands run on. 0: all processors of its worker
     process."""
     output_bytes: Annotated[int, AT_LEAST_ONE] = 100_000
-    """Bytes of a command's output; one more ends it."""
+    """Maximum bytes of a command's output. A command that writes more is ended."""
     ahead: Annotated[int, NOT_NEGATIVE] = 1
     """Number of containers of an image that each worker process starts ahead of their use."""
     reuse: Annotated[int, AT_LEAST_ONE] = 16

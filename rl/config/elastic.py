@@ -13,12 +13,12 @@ class Elastic:
     min_nodes: Annotated[int, NOT_NEGATIVE] = 0
     """Minimum number of nodes; with fewer the job stops. 0: no elastic run."""
     max_nodes: Annotated[int, NOT_NEGATIVE] = 0
-    """Maximum number of nodes. Others of the allocation are spare: they replace a node that dies."""
+    """Maximum number of nodes of the run. Further nodes are spare: they replace nodes that die."""
     layouts: list[dict[str, Any]] = field(default_factory=list)
     """Layouts: mappings of `nodes` to a number of nodes, and of dotted keys of `training`, `rollout` and
-    `roles` to their values there, such as `{nodes: 2, training.tp: 4}`. The run uses the one with the most
-    nodes that live. Empty: the config's own layout if it fits the ranks, else the fastest that the dry run
-    finds."""
+    `roles` to their values there, such as `{nodes: 2, training.tp: 4}`. The run uses the largest layout for
+    which enough nodes live. Empty: the config's own layout if it fits the ranks, else the fastest that the
+    dry run finds."""
     lost_s: Annotated[float, POSITIVE] = 20.0
     """Seconds without a sign of life after which a node counts as dead."""
 

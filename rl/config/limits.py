@@ -30,8 +30,8 @@ class PhaseLimits:
     save: Annotated[float, POSITIVE] = 3600.0
     """One checkpoint, or the export at the end."""
     wait_samples: Annotated[float, POSITIVE] = 14400.0
-    """Trainers with roles: waiting until the generators have sent the samples of a batch. It must exceed the
-    time that the other role may take, for example `generate`."""
+    """Roles: the wait of trainers until the generators have sent the samples of a batch. It must exceed the
+    time that the generators may take, for example `generate`."""
     wait_weights: Annotated[float, POSITIVE] = 14400.0
     """Roles: the wait of generators for weights or prompts, which may last for all phases of a step of the
     trainers; and the wait of trainers until the generators have taken the weights."""

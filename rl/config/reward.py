@@ -50,8 +50,8 @@ class Reward:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments passed to every call of the reward function."""
     failure_score: Annotated[float, FINITE] = 0.0
-    """Score of a sample if its reward function raised, hung or died; counted in `reward/failures`. Also of a
-    failed trajectory with `agents.on_failure` zero."""
+    """Score of a sample if its reward function raised, hung or died (`reward/failures` counts these samples),
+    and of a failed trajectory with `agents.on_failure` zero."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Other reward functions by `data_source`: a list of {function, weight, kwargs}; the score is their
     weighted sum."""

@@ -46,8 +46,8 @@ T = TypeVar("T")
 @dataclass
 class Run:
     name: str = "run"
-    """Name of the run; also the last part of the default `run.dir`. Default: the name of the config file, of
-    several the last, without its extension."""
+    """Name of the run, and the last part of the default `run.dir`. Default: the name of the last config file,
+    without its extension."""
     dir: str = ""
     """Directory for metrics, checkpoints, the resolved config and the code. Empty: `runs/<run.name>`."""
     mode: Literal["train", "check", "evaluate", "rollout_only", "score_only", "train_only"] = "train"
@@ -98,8 +98,8 @@ class Data:
     """Files with training prompts: parquet, JSON (lines or an array), Arrow, or a directory of datasets'
     save_to_disk. Required."""
     train_weights: list[float] = field(default_factory=list)
-    """Share of each file of `train` in the draws, in the same order; each file then has its own epochs.
-    Empty: all files are one data set."""
+    """Share of the prompts that each file of `train` provides, in the same order; each file then has its own
+    epochs. Empty: all files are one data set."""
     curriculum: str = ""
     """Function `order(epoch, prompts, rng) -> indices`, as `package.module:name` or `path/to/file.py:name`,
     that returns the prompts of an epoch in their order, int [number of prompts]. Empty: `shuffle`
@@ -144,9 +144,10 @@ class Data:
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Maximum tokens of a prompt after the chat template; with `messages_key` of a conversation."""
     overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
-    """Treatment of a prompt of more than `max_prompt_tokens`: stop, leave it out, or keep its last tokens. In
-    dpo, orpo, simpo and kto it also applies to a response of more than `rollout.max_response_tokens`, of
-    which the first tokens are kept. truncate_right keeps the first tokens of a conversation."""
+    """What happens to a prompt of more than `max_prompt_tokens`. error: the run is refused. drop: the prompt
+    is left out. truncate_left: its last tokens are kept. truncate_right: the first tokens of a conversation
+    are kept (sft). In dpo, orpo, simpo and kto the key also applies to a response of more than
+    `rollout.max_response_tokens`; truncate_left keeps its first tokens."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with the seed (run.seed, epoch)."""
     prompts_per_step: Annotated[int, AT_LEAST_ONE] = 64
@@ -242,7 +243,7 @@ class Objective:
     advantage: Advantage = "none"
     """Advantage estimator. Each algorithm sets its own; none: the algorithm has no policy gradient. A
     function of your file, such as `f(rewards, groups, *, eps=1e-6)`, returns one number per sample, floating
-    [N]; with the parameter `lengths` one per response token, [T]. Those before the * are columns of the
+    [N]; with the parameter `lengths` one per response token, [T]. Parameters before the * are columns of the
     batch."""
     loss: PolicyLoss = "none"
     """Policy loss per token. Each algorithm sets its own; none: as for `advantage`. A function of your file,
