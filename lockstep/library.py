@@ -51,9 +51,9 @@ class RunResult:
 def train(config: Paths, overrides: Mapping[str, Any] | None = None, *, ranks: int = 1) -> RunResult:
     """Train as `lockstep train --config CONFIG key=value ...` does, and return the results.
 
-    The run is a process of its own, or `ranks` processes on this node. Therefore a program may call `train`
-    several times. The output of rank 0 appears in the output of the caller, and that of the others in
-    `<run.dir>/launch`. A run that was stopped returns too, with the state "stopped".
+    The run has `ranks` processes of its own on this node, so a program may call `train` several times. The
+    caller's output has the output of rank 0; `<run.dir>/launch` has the output of the other ranks. A run that
+    was stopped returns too, with the state "stopped".
 
     config: YAML file, or several, of which later ones win.
     overrides: dotted key -> value, for example {"training.optimizer.lr": 1e-5}.

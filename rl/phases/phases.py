@@ -125,7 +125,7 @@ class Phases:
         return self._with_lengths_logged(batch)
 
     def mismatched(self, batch: Batch) -> Batch:
-        """Return a batch in which each prompt has the response to another prompt; see `mismatch`."""
+        """Return a batch in which each prompt has the response to another prompt, as KTO needs it."""
         return mismatch(batch, [plan.samples for plan in self.updates.plans(batch)])
 
     def targets(self, prompts: list[Prompt]) -> Batch:
@@ -215,7 +215,14 @@ class Phases:
         select_tokens: TokenSelection | None = None,
         mismatched: Batch | None = None,
     ) -> None:
-        """Update the policy on the batch's mini-batches. See `Updates.policy`."""
+        """Update the policy: one optimizer step per mini-batch of the batch, and `training.epochs` passes.
+
+        loss: a function (micro-batch, totals) -> (loss, metrics), both divided by the totals, or a `Loss`.
+        select_tokens: called before each update with the whole mini-batch; the loss reads the result as the
+        column `selected_tokens`.
+        mismatched: the result of `Phases.mismatched`, with `ref_logprobs` filled, for a loss with the
+        argument `kl`.
+        """
         if self.teaching is not None:
             self.teaching.add_to_advantages(batch)
         if self.config.algorithm in shipped() and "samples" not in algorithm_of(self.config).needs:
