@@ -30,7 +30,7 @@ class Hardware:
     gpu_memory_gib: float = 80.0
     """memory of a GPU in GiB"""
     host_memory_gib: float = 0.0
-    """memory in GiB of a node without GPUs, whose ranks share it and compute on CPUs; 0: a rank has a GPU"""
+    """memory in GiB of a node without GPUs, which its ranks share; 0: each rank has a GPU"""
     ranks_per_node: int = 8
     """ranks (GPUs) of a node"""
     tflops: float = BF16_TFLOPS["H100"]
@@ -58,32 +58,33 @@ class Hardware:
     link_share: float = 0.7
     """share of the link speeds that messages reach (nccl-tests, messages of 100 MB: 0.7 to 0.9)"""
     near_us: float = 15.0
-    """an all-reduce of a few tokens within a node, microseconds (vLLM's custom kernel)"""
+    """time of an all-reduce of a few tokens within a node, microseconds (vLLM's custom kernel)"""
     exchange_us: float = 25.0
-    """a message of training ranks within a node, microseconds (NCCL #1453: 26 for 4 KiB on H100s)"""
+    """time of a message between training ranks of a node, microseconds (NCCL #1453: 26 for 4 KiB on H100s)"""
     far_us: float = 80.0
-    """an all-reduce of a few tokens between nodes, microseconds (nccl-tests, 16 ranks, 256 KiB: 50 to 90)"""
+    """time of an all-reduce of a few tokens between nodes, microseconds (nccl-tests, 16 ranks, 256 KiB: 50 to
+    90)"""
     engine_step_ms: float = 4.0
-    """time of an engine step on the host, ms; with that per sample 6 to 12 ms for 128 to 512"""
+    """host time of an engine step, ms; with `engine_sample_ms` 6 to 12 ms for 128 to 512 samples"""
     engine_sample_ms: float = 0.016
-    """time of an engine step on the host per sample, ms: 0.016 to 0.03 suit published steps with vLLM's
-    scheduler best; `tools/dev/bench.py host` measured 0.025 of CPU time"""
+    """host time of an engine step per sample, ms: 0.016 to 0.03 suit published steps with vLLM's scheduler
+    best; `tools/dev/bench.py host` measured 0.025 of CPU time"""
     eager_layer_ms: float = 0.6
-    """launches of a layer's kernels in an engine without CUDA graphs, ms (about 60 of 10 microseconds)"""
+    """time to launch a layer's kernels in an engine without CUDA graphs, ms (about 60 of 10 microseconds)"""
     layer_ms: float = 2.0
-    """launches of a layer's kernels in a training pass in one direction, ms: the minimum for few tokens"""
+    """time to launch a layer's kernels in a training pass in one direction, ms: the minimum for few tokens"""
     update_ms: float = 30.0
-    """launches of an optimizer step and its checks, ms (about 3,000 of 10 microseconds)"""
+    """time to launch an optimizer step and its checks, ms (about 3,000 kernels of 10 microseconds)"""
     backward_launches: float = 2.0
     """launches of a layer's backward pass / launches of its forward pass"""
     cores_per_rank: float = 1.0
-    """CPU cores of a rank; below 1, ranks take turns on a core, and one that waits leaves it to the others"""
+    """CPU cores of a rank; below 1, ranks take turns on a core, and a rank that waits leaves it to others"""
     draft_acceptance: float = 0.8
     """share of draft tokens that are accepted if all earlier ones are (arXiv:2412.19437, section 5.4.3: 0.85
     to 0.90 for a head's first)"""
     tensor_ms: float = 0.85
-    """a weight in a refit that moves them one by one, ms (NeMo-RL #3166: 16 to 19 s for 30B in 128 experts);
-    this program's refit moves planned batches"""
+    """time per weight in a refit that sends weights one by one, ms (NeMo-RL #3166: 16 to 19 s for 30B in 128
+    experts); this program's refit sends planned batches"""
     reserve_gib: float = 4.0
     """GiB of a GPU for CUDA context, libraries' workspaces, CUDA graphs and fragmentation"""
     communicator_gib: float = 1.0
@@ -92,7 +93,7 @@ class Hardware:
     process_gib: float = 0.9
     """GiB of a rank on CPUs for torch, vLLM, Megatron and transformers, measured on Linux with glibc 2.36"""
     expert_imbalance: float = 1.5
-    """tokens of the busiest rank's experts over the mean, for activations and time"""
+    """tokens of the busiest rank's experts / mean of all ranks, for activations and time"""
 
     @property
     def is_cpu(self) -> bool:
