@@ -72,39 +72,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     opened_help = "only run this command under strace, and print the files that it opens by mount point"
     add("--opened", metavar="COMMAND", help=opened_help)
     add("--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)")
-    add(
-        "--path",
-        metavar="DIR",
-        type=Path,
-        action="append",
-        default=[],
-        help="further directory that must be writable",
-    )
+    add("--path", metavar="DIR", type=Path, action="append", default=[], help="also a directory to write to")
     add("--min-free-gib", metavar="X", type=float, default=10.0, help="minimum free space there, in GiB (10)")
-    add(
-        "--max-skew",
-        metavar="S",
-        type=float,
-        default=1.0,
-        help="maximum difference of clocks, in seconds (1)",
-    )
-    add(
-        "--mib",
-        metavar="N",
-        type=int,
-        default=64,
-        help="size of a message of the bandwidth test, in MiB (64)",
-    )
+    add("--max-skew", metavar="S", type=float, default=1.0, help="maximum clock difference, in s (1)")
+    add("--mib", metavar="N", type=int, default=64, help="message of the bandwidth test, in MiB (64)")
     add("--rounds", metavar="N", type=int, default=7, help="rounds of that test; 0: no test (7)")
     slow_help = "a pair below this share of the median is slow (0.5)"
     add("--slow-share", metavar="X", type=float, default=0.5, help=slow_help)
-    add(
-        "--min-gb-s",
-        metavar="X",
-        type=float,
-        default=0.0,
-        help="also report a pair of nodes below this many GB/s (0)",
-    )
+    add("--min-gb-s", metavar="X", type=float, default=0.0, help="or below this many GB/s (0)")
     add("--json", action="store_true", help="print one JSON object")
     add("--verbose", action="store_true", help="also print passed checks")
     return parser.parse_intermixed_args(argv)
