@@ -5,6 +5,7 @@ from collections.abc import Callable
 from rl.config.elastic_checks import as_overrides
 from rl.config.options import ConfigError
 from rl.config.schema import Config
+from rl.dry_run.hardware import Hardware
 from rl.dry_run.layouts import find_layout
 from rl.dry_run.shape import check_layouts, models_of
 
@@ -25,7 +26,7 @@ def layouts_of(config: Config, ranks: int, load: Callable[[list[str]], Config]) 
         found[nodes] = overrides
     if not elastic.layouts:
         for nodes in range(elastic.min_nodes, elastic.max_nodes + 1):
-            values = find_layout(config, nodes * ranks, ranks_per_node=ranks)
+            values = find_layout(config, nodes * ranks, Hardware(ranks_per_node=ranks))
             if values is not None:
                 found[nodes] = as_overrides(values)
     if not found:

@@ -39,9 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(config)
         for gpu in arguments.gpu or ["h100"]:
             hardware = Hardware(ranks_per_node=min(arguments.gpus_per_node, arguments.gpus), **GPUS[gpu])
-            lengths = {"prompt": arguments.mean_prompt_tokens, "response": arguments.mean_response_tokens}
-            layout, own = start_of(config, arguments.gpus, hardware, lengths)
-            factors = factors_of(arguments.measured, hardware, lengths) if arguments.measured else {}
+            known = {
+                "prompt": arguments.mean_prompt_tokens,
+                "response": arguments.mean_response_tokens,
+                "shape": arguments.model_shape,
+            }
+            layout, own = start_of(config, arguments.gpus, hardware, known)
+            factors = factors_of(arguments.measured, hardware, known) if arguments.measured else {}
             found = fastest(own, count=5)
             print(f"{arguments.gpus} x {gpu}: {config.run.name}" + ("" if found else ": nothing fits"))
             for place, change in enumerate(sorted(found, key=lambda each: total(each, factors)), start=1):
@@ -55,19 +59,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_of(
-    config: Config, gpus: int, hardware: Hardware, lengths: Mapping[str, Any]
+    config: Config, gpus: int, hardware: Hardware, known: Mapping[str, Any]
 ) -> tuple[dict[str, object], Estimate]:
     """Return the layout with which the search starts, and its estimate; {} for the config's own layout.
 
-    Raises ConfigError, about the config's own layout, if that is invalid on so many GPUs and no other fits.
+    known: keyword arguments of `estimate`, the mean lengths and the shape of the model. Raises ConfigError, about the config's own layout, if that is invalid on so many GPUs and no other fits.
     """
     try:
-        return {}, estimate(config, gpus, hardware, plan=False, **lengths)
+        return {}, estimate(config, gpus, hardware, plan=False, **known)
     except ConfigError:
-        layout = find_layout(config, gpus, ranks_per_node=hardware.ranks_per_node)
+        layout = find_layout(config, gpus, hardware, shape=known["shape"])
         if layout is None:
             raise
-    return layout, estimate(with_values(config, layout), gpus, hardware, plan=False, **lengths)
+    return layout, estimate(with_values(config, layout), gpus, hardware, plan=False, **known)
 
 
 def lines_of(place: int, change: Change, factors: Mapping[str, float]) -> str:
@@ -95,8 +99,10 @@ def total(change: Change, factors: Mapping[str, float]) -> float:
     return max(generation, rest) if overlaps else generation + rest
 
 
-def factors_of(run: Path, hardware: Hardware, lengths: Mapping[str, float]) -> dict[str, float]:
+def factors_of(run: Path, hardware: Hardware, known: Mapping[str, Any]) -> dict[str, float]:
     """Return phase -> measured / estimated seconds of the last three steps of a run.
+
+    known: as in `start_of`; lengths that are 0 are the run's own.
 
     Raises ValueError if the directory is not one of a run with three steps.
     """
@@ -109,11 +115,11 @@ def factors_of(run: Path, hardware: Hardware, lengths: Mapping[str, float]) -> d
     steps = [step for step in map(json.loads, lines) if "timing_s/step" in step][-3:]
     if len(steps) < 3:
         raise ValueError(f"--measured {run} has {len(steps)} steps, but 3 are needed; let it run longer.")
-    prompt, response = (
-        lengths[side] or median(step.get(f"{side}_length/mean", 0.0) for step in steps)
+    lengths = {
+        side: known[side] or median(step.get(f"{side}_length/mean", 0.0) for step in steps)
         for side in ("prompt", "response")
-    )
-    found = estimate(config, world, hardware, plan=False, prompt=prompt, response=response)
+    }
+    found = estimate(config, world, hardware, plan=False, **{**known, **lengths})
     measured = {name: median(step.get(f"timing_s/{name}", 0.0) for step in steps) for name in found.seconds}
     return {name: measured[name] / value for name, value in found.seconds.items() if value and measured[name]}
 
@@ -126,6 +132,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--gpus", metavar="N", type=int, required=True, help="number of GPUs, one rank each")
     add("--gpu", action="append", type=kind_of, metavar="KIND", help=kinds)
     add("--gpus-per-node", metavar="N", type=int, default=8, help="GPUs of a node (8)")
+    add("--model-shape", metavar="FILE", default="", help="config.json to use instead of model.path's")
     add("--measured", metavar="RUN", type=Path, help="directory of a run on these GPUs, with three steps")
     for side in ("prompt", "response"):
         add(f"--mean-{side}-tokens", metavar="X", type=float, default=0.0, help="(half of the longest)")

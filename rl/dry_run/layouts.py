@@ -79,18 +79,20 @@ def _neighbours(config: Config, before: Estimate, world_size: int) -> Iterator[t
             yield from ((key, new) for new in stages[max(0, place - 1) : place + 2] if new != value)
 
 
-def find_layout(config: Config, world_size: int, *, ranks_per_node: int) -> dict[str, object] | None:
+def find_layout(
+    config: Config, world_size: int, hardware: Hardware, *, shape: str = ""
+) -> dict[str, object] | None:
     """Return the keys that the config needs on so many ranks; {} if its own layout fits, None if none does.
 
     Layouts that differ in training.tp, pp, ep and rollout.tp are compared by the estimate of their step.
+    shape: as in `estimate`.
     """
-    hardware = Hardware(ranks_per_node=ranks_per_node)
     found: list[tuple[float, dict[str, object]]] = []
     for values in ({}, *_trials(config, world_size)):
         try:
             new = with_values(config, values)
             check(new)
-            result = estimate(new, world_size, hardware, plan=False)
+            result = estimate(new, world_size, hardware, shape=shape, plan=False)
         except ConfigError:
             continue
         if not result.problems:

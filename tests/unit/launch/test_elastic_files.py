@@ -100,10 +100,11 @@ def test_bad_input_is_refused(override):
 def test_the_dry_run_finds_a_layout_for_the_ranks_that_are_left():
     path = str(ROOT / "configs" / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml")
     wide = load_config(path, ["training.tp=8", "rollout.tp=8"])
-    found = find_layout(wide, 4, ranks_per_node=4)
+    found = find_layout(wide, 4, Hardware(ranks_per_node=4))
     assert found is not None and 4 % (found["training.tp"] * found["training.pp"]) == 0
-    assert find_layout(load_config(path), 8, ranks_per_node=8) == {}  # as it is
-    assert find_layout(wide, 1, ranks_per_node=1) is None  # 7B does not fit
+    assert find_layout(load_config(path), 8, Hardware()) == {}  # as it is
+    assert find_layout(wide, 4, Hardware(ranks_per_node=4, gpu_memory_gib=15.0)) is None
+    assert find_layout(wide, 1, Hardware(ranks_per_node=1)) is None  # 7B does not fit
 
 
 def test_a_plan_lists_faster_configurations_that_fit():
