@@ -29,6 +29,7 @@ CHECKS = {
         "rl.data.batch:Batch.hash_scores",
         "rl.faults.agreement:PhaseAgreement.check",
     ],
+    "grades": ["rl.checks.grades:Grades.check"],
     "log-probs": ["rl.checks.checks:Checks.log_probs"],
     "advantages and rewards": ["rl.checks.checks:Checks.before_update"],
     "loss": ["rl.checks.updates:UpdateChecks._terms", "rl.checks.updates:UpdateChecks._watch"],
