@@ -27,7 +27,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rl.config.command_line import make_parser  # noqa: E402
-from tools.dev.bench_tables import checks, configs, control, full_fine_tuning, host, measured, peer, published  # noqa: E402
+from tools.dev.bench_tables import (
+    checks,
+    configs,
+    control,
+    full_fine_tuning,
+    generation,
+    host,
+    measured,
+    peer,
+    published,
+)  # noqa: E402
 from tools.dev.bench_tables.report import Result, describe_machine, describe_versions  # noqa: E402
 from tools.dev.bench_tables.sides import BenchFailed  # noqa: E402
 
@@ -56,6 +66,12 @@ TABLES = {
         "carry-over / synchronous, trajectories per second of whole steps",
         configs.add_carried_agents_arguments,
         configs.measure_carried_agents,
+    ),
+    "generation": BenchTable(
+        "Generation of a GRPO step beside vLLM alone, the same checkpoint and prompts",
+        "Lockstep / vLLM, tokens per second",
+        generation.add_arguments,
+        generation.measure,
     ),
     "host": BenchTable(
         "An engine step of a model that costs nothing: scheduling, outputs and bookkeeping",

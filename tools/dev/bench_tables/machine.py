@@ -234,7 +234,7 @@ def measure_rank(model: str, dtype: Dtype) -> dict[str, float]:
 
         out["forward_1"], out["update_1"] = passes(FEW, [[0]])
         out["forward_5"], out["update_5"] = passes(FEW, [[i] for i in range(5)])
-        _, out["update_many"] = passes(MANY, [list(range(sequences))])
+        out["forward_many"], out["update_many"] = passes(MANY, [list(range(sequences))])
         _, out["update_long"] = passes(LONG, [list(range(tokens // sum(LONG)))])
         served = ServedModel(model, dtype, max_tokens=1024, frozen=True)
         engine = RolloutEngine(served, config.rollout, seed=1, device=device)

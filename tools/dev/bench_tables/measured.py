@@ -138,7 +138,17 @@ def measure(args: Namespace, runs: Path) -> list[TableLine]:
         rows.append(row_of(layout, task, constants[key], runs / f"run-{place}", args))
         tasks[layout.ranks, set(LONG) <= set(layout.overrides)].append(rows[-1])
         print(rows[-1].name, rows[-1].columns, rows[-1].figure, file=sys.stderr, flush=True)
+    rows += [rates(key, found) for key, found in constants.items() if "forward_many" in found]
     return rows + [choice(ranks, found) for (ranks, _), found in tasks.items() if len(found) > 1]
+
+
+def rates(key: str, found: dict[str, float]) -> TableLine:
+    """Return the row of the machine's matrix rate, and the share of it that passes over many tokens reach."""
+    columns: dict[str, float | int | str] = {"matrix products of a rank, GFLOP/s": found["product"] / 1e9}
+    for name, factor in (("forward", 1), ("update", 3)):
+        count = factor * (found["operations"] + found["scores_many"])
+        columns[f"{name}, share"] = count / found[f"{name}_many"] / found["product"]
+    return TableLine(f"{key}: passes", columns)
 
 
 def choice(ranks: int, found: list[TableLine]) -> TableLine:

@@ -47,8 +47,8 @@ CASES = {
     "0.7M, 16 x 8, up to 256": PeerStep("0.7M", 16, 8, 256, 57.0),
     "0.7M, 128 x 8, up to 6": PeerStep("0.7M", 128, 8, 6, 4.0, micro_batch=256),
     "21M, 16 x 8, up to 128": PeerStep("21M", 16, 8, 128, 81.0),
-    "model, 32 x 8, up to 64": PeerStep("", 32, 8, 64),
-    "model, 8 x 4, up to 256": PeerStep("", 8, 4, 256),
+    "model, 32 x 8, up to 64": PeerStep("", 32, 8, 64, micro_batch=8),
+    "model, 8 x 4, up to 256": PeerStep("", 8, 4, 256, micro_batch=4),
 }
 
 
@@ -80,21 +80,8 @@ def measure(args: Namespace, runs: Path) -> list[TableLine]:
 
 def compare(name: str, case: PeerStep, args: Namespace, runs: Path) -> TableLine:
     """Let both sides take the steps of a case in turns; return the row."""
-    task = runs / "task"
-    if case.size:
-        save_task(task, case.size, mean_length=case.mean, max_length=case.max_tokens)
-    else:
-        save_questions(task, args.model)
-    steps = args.rounds + 1
-    overrides = [
-        *of_task(task),
-        f"training.optimizer.lr={RATE}",
-        f"data.prompts_per_step={case.prompts}",
-        f"rollout.samples_per_prompt={case.samples_per_prompt}",
-        f"rollout.max_response_tokens={case.max_tokens}",
-        f"run.max_steps={steps}",
-        *([] if case.size else ["data.max_prompt_tokens=192", "training.micro_batch_tokens=1024"]),
-    ]
+    task, steps = runs / "task", args.rounds + 1
+    overrides = [*save_case(task, case, args.model), f"run.max_steps={steps}"]
     spec = {"task": str(task), "steps": steps, "samples": case.prompts * case.samples_per_prompt} | vars(case)
     start: dict[str, Callable[[], Side]] = {
         "Lockstep": partial(start_lockstep, "Lockstep", runs / "lockstep", CORES, overrides, steps_per_turn=1)
@@ -113,6 +100,22 @@ def compare(name: str, case: PeerStep, args: Namespace, runs: Path) -> TableLine
         columns[f"mean answer, {label}"] = statistics.mean(lengths)
     columns["TRL runs on"] = theirs.removeprefix("TRL, ")
     return TableLine(name, columns, medians[theirs] / medians["Lockstep"])
+
+
+def save_case(task: Path, case: PeerStep, model: Path) -> list[str]:
+    """Write the task of a case; return the overrides with which Lockstep takes its steps."""
+    if case.size:
+        save_task(task, case.size, mean_length=case.mean, max_length=case.max_tokens)
+    else:
+        save_questions(task, model)
+    return [
+        *of_task(task),
+        f"training.optimizer.lr={RATE}",
+        f"data.prompts_per_step={case.prompts}",
+        f"rollout.samples_per_prompt={case.samples_per_prompt}",
+        f"rollout.max_response_tokens={case.max_tokens}",
+        *([] if case.size else ["data.max_prompt_tokens=192", "training.micro_batch_tokens=1024"]),
+    ]
 
 
 def phases_of(turns: list[Turn]) -> str:
