@@ -119,25 +119,28 @@ def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: 
 
 
 def check_table(batch: Batch, number: int, metrics: Mapping[str, float]) -> None:
-    """Check mean, best and spread of the accuracies of a validation, computed again from its samples.
+    """Check mean, best and spread of the accuracies and scores of a validation, computed again from its
+    samples.
 
     number: samples per prompt.
     """
-    of_prompts: dict[str, dict[int, list[float]]] = {}
-    for group, outcome in zip(batch.groups.tolist(), batch.outcomes.tolist()):
-        own = of_prompts.setdefault(batch.prompts[group].data_source, {})
-        own.setdefault(group, []).append(outcome)
-    for source, groups in of_prompts.items():
+    columns = {"acc": batch.outcomes, "score": batch.column("scores")}
+    of_prompts: dict[tuple[str, str], dict[int, list[float]]] = {}
+    for variable, column in columns.items():
+        for group, value in zip(batch.groups.tolist(), column.tolist()):
+            own = of_prompts.setdefault((batch.prompts[group].data_source, variable), {})
+            own.setdefault(group, []).append(value)
+    for (source, variable), groups in of_prompts.items():
         statistics: dict[str, Callable[..., Any]] = {f"mean@{number}": np.mean, f"std@{number}": np.std}
         statistics[f"best@{number}/mean"] = max
         for name, statistic in statistics.items():
             value = float(np.mean([statistic(own) for own in groups.values()]))
-            names = (f"{section}/{source}/acc/{name}" for section in ("val-core", "val-aux"))
+            names = (f"{section}/{source}/{variable}/{name}" for section in ("val-core", "val-aux"))
             found = next((metrics[key] for key in names if key in metrics), None)
             if found is not None and not abs(found - value) <= 1e-6 * max(1.0, abs(value)):
                 raise CheckFailed(
-                    f"validation check: acc/{name} of {source} is {found:.6g}, but samples of its prompts "
-                    f"give {value:.6g}: the table mixes samples of different prompts."
+                    f"validation check: {variable}/{name} of {source} is {found:.6g}, but samples of its "
+                    f"prompts give {value:.6g}: the table mixes samples of different prompts."
                 )
 
 
@@ -225,6 +228,21 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
         + "; no advantage differs from 0. Does the reward function work? Or does the model never "
         "answer right? See `lockstep samples RUN --show 3`."
     )
+
+
+def check_turns(batch: Batch, *, max_turns: int, max_tokens: int) -> None:
+    """Check that trajectories keep to `agents.max_turns` and `agents.max_tokens_per_turn` (0: no limit)."""
+    if batch.turns is None:
+        return
+    owner = torch.arange(len(batch)).repeat_interleave(batch.lengths)
+    own = batch.turns > 0
+    turns, sizes = torch.stack([owner[own], batch.turns[own].long()]).unique(dim=1, return_counts=True)
+    for key, limit, found in (("max_turns", max_turns, turns[1]), ("max_tokens_per_turn", max_tokens, sizes)):
+        if limit and len(found) and int(found.max()) > limit:
+            raise CheckFailed(
+                f"turn check: {place(batch, int(turns[0][found.argmax()]))} has {int(found.max())}, but "
+                f"agents.{key}={limit}: a trajectory did not end, or a turn was not cut, where it should."
+            )
 
 
 def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:

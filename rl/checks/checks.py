@@ -21,6 +21,7 @@ from rl.checks.batches import (
     check_order,
     check_rejections,
     check_seeds,
+    check_turns,
 )
 from rl.checks.causes import cause_of
 from rl.checks.entropy import ENTROPY_SLACK, DrawnEntropy
@@ -150,6 +151,9 @@ class Checks:
     def _samples(self, batch: Batch, samples_per_prompt: int, *, limits_vary: bool = False) -> None:
         rollout = self._config.rollout
         check_groups(batch, samples_per_prompt=samples_per_prompt)
+        if not limits_vary:
+            agents = self._config.agents
+            check_turns(batch, max_turns=agents.max_turns, max_tokens=agents.max_tokens_per_turn)
         check_endings(
             batch,
             max_tokens=None if limits_vary else rollout.max_response_tokens,

@@ -235,7 +235,7 @@ class Inputs:
                 overlong=data.overlong_prompts,
                 max_chats=max_prompts,
             )
-        return load_prompts(
+        found = load_prompts(
             files,
             self.tokenizer,
             prompt_key=data.prompt_key,
@@ -246,6 +246,11 @@ class Inputs:
             max_prompts=max_prompts,
             images=self._image_reader(),
         )
+        if data.image_key:
+            from rl.checks.images import check_patches
+
+            check_patches(found, self.config.model.path, data.max_pixels)
+        return found
 
     def _image_reader(self) -> "ImageReader | None":
         """Return the reader of the rows' images; None if the run has no images."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rl.checks.fp8 import check_fp8_blocks
 from rl.models.adapters import adapters
 from rl.models.boxes import whole
 from rl.models.fp8_blocks import dequantised, quantised
@@ -35,6 +36,7 @@ class Fp8Base(TrainerPart):
 
     def attach(self, engine: "TrainingEngine") -> None:
         """Quantise the weights, free their memory, and register the hooks that fill them again."""
+        check_fp8_blocks()
         base, model = engine.weight_map, engine.model
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
         """Address of the parameter's storage object -> (values, factors)."""

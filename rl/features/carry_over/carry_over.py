@@ -24,6 +24,7 @@ from rl.data.held import ColumnBytes
 from rl.data.prompts import Prompt
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.features.carry_over.check import check_groups
 from rl.features.carry_over.quota_schedule import Frontier, QuotaSchedule, extend, samples_of, work_of
 from rl.phases.dialogues import Dialogues
 from rl.phases.generation import Generation
@@ -100,8 +101,10 @@ class CarryOver(Generation):
         rest = [*complete[self._num_wanted :], *(group for group in unfinished if group.unfinished)]
         kept = sorted((g for g in rest if g.oldest >= oldest_allowed), key=lambda group: group.prompt.draw)
         self.frontier = Frontier(tuple(kept), first + len(prompts))
+        dropped = [group for group in rest if group.oldest < oldest_allowed]
+        check_groups(groups, self.frontier.num_drawn, taken=taken, carried=kept, dropped=dropped)
         self._consumed += taken
-        self._dropped += [group for group in rest if group.oldest < oldest_allowed]
+        self._dropped += dropped
         self._log_metrics()
         held = (group for group in kept if group.holder == dist.get_rank())
         self._dialogues.keep_only({(group.prompt.draw, n) for group in held for n in group.unfinished})

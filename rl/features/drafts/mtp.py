@@ -25,6 +25,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from rl.checks.batches import CheckFailed
 from rl.config.run_models import RunModel
 from rl.config.schema import Config, Training, has_prediction_head
 from rl.data.batch import Batch
@@ -140,9 +141,11 @@ class PredictionHead(TrainingEngine):
         index, weights = _learned_from(batch, micro)
         self._num_tokens += float(weights.sum())
         at, weights = micro.predict_at[index.to(states.device)], weights.to(states.device)
+        target = states[at + 1]
+        _check_target(target, states, micro, index)
         losses, accepted, gradient = prediction_loss(
             out.detach()[:, 0][at],
-            states[at + 1],
+            target,
             self._last.head_weight.detach(),
             temperature=self.spec.temperature,
             vocab_size=self._last.real_vocab_size,
@@ -198,6 +201,15 @@ def _learned_from(batch: Batch, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     is_last[lengths.cumsum(0)[lengths > 0] - 1] = True
     index = (~is_last).nonzero()[:, 0]
     return index, batch.column("mask")[micro.column_index[index + 1]].float()
+
+
+def _check_target(target: Tensor, states: Tensor, micro: MicroBatch, index: Tensor) -> None:
+    """Raise CheckFailed unless `target` has the policy's states that predict the tokens after `index`."""
+    if not torch.equal(target, states[micro.predict_at[index + 1].to(states.device)]):
+        raise CheckFailed(
+            "draft check: the head for multi-token prediction learns from other distributions of the policy "
+            "than those of the tokens after the next one: drafts would be late or early, and rejected."
+        )
 
 
 @torch.no_grad()

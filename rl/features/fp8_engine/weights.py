@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rl.checks.fp8 import check_fp8_blocks
 from rl.models import architecture
 from rl.models.boxes import whole
 from rl.models.fp8_blocks import dequantised, quantised, quantised_weights
@@ -53,6 +54,7 @@ class Fp8Weights(EnginePart):
         return {"hf_overrides": {"quantization_config": quantization}}
 
     def built(self, engine: "RolloutEngine") -> None:
+        check_fp8_blocks()
         self._model = engine.model
         parameters = dict(engine.model.named_parameters())
         for name in self.names:

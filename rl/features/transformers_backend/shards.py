@@ -180,11 +180,14 @@ class Shards:
                 part[rank, : rows.numel()] = rows.reshape(-1)
         dist.reduce_scatter_tensor(own, every.view(-1), group=self._group)
         factors = torch.arange(1.0, self.size + 1, dtype=torch.float64, device=own.device)
-        before, after = every.sum(1, dtype=torch.float64) @ factors, own.sum(dtype=torch.float64)
-        size = every.abs().sum(1, dtype=torch.float64) @ factors
-        found = torch.stack([before, after * factors[self._group.rank()], size])
-        self.sums = self.sums.to(own.device) + found
+        before, size = (x.sum(1, dtype=torch.float64) @ factors for x in (every, every.abs()))
+        self.sums = self.sums.to(own.device) + torch.stack([before, torch.zeros_like(before), size])
         return [part.view_as(shard) for part, shard in zip(own.split(sizes), shards, strict=True)]
+
+    def note_reduced(self, gradients: Sequence[Tensor]) -> None:
+        """Add what autograd gets of a result of `reduce` to `sums`."""
+        total = torch.stack([gradient.sum(dtype=torch.float64) for gradient in gradients]).sum()
+        self.sums[1] += total * (1 + self._group.rank())
 
 
 class _WholeUnit(torch.autograd.Function):
@@ -202,6 +205,7 @@ class _WholeUnit(torch.autograd.Function):
         learned = [number for number, shard in enumerate(ctx.unit.shards) if shard.requires_grad]
         own = [ctx.unit.shards[number] for number in learned]
         reduced = ctx.shards.reduce(own, [gradients[number] for number in learned])
+        ctx.shards.note_reduced(reduced)
         found = dict(zip(learned, reduced, strict=True))
         return None, None, *(found.get(number) for number in range(len(gradients)))
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl.checks import fp8
 from rl.checks.batches import (
     CheckFailed,
     check_digests,
@@ -17,13 +18,17 @@ from rl.checks.batches import (
     check_loss_weights,
     check_order,
     check_seeds,
+    check_table,
+    check_turns,
     warn_of_constant_scores,
 )
+from rl.checks.fp8 import check_fp8_blocks
 from rl.checks.objective import check_loss
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import formulas, literal_dict
 from rl.data.batch import Batch, concatenate, pair_up
 from rl.data.prompts import Prompt
+from rl.models.fp8_blocks import quantised
 from rl.phases.policy_gradient import policy_loss
 from tests.configs import config_with
 from tests.each import each
@@ -88,6 +93,42 @@ def test_samples_in_the_group_of_another_prompt_are_found():
         check_groups(replace(batch, groups=torch.arange(128) % 16), samples_per_prompt=8)
     with pytest.raises(CheckFailed, match="has 7 samples instead of rollout.samples_per_prompt=8"):
         check_groups(batch.select(list(range(1, 128))), samples_per_prompt=8)
+
+
+def test_turns_beyond_the_limits_are_found():
+    batch, _ = sampled(5, groups=2, size=2)
+    ends = [len(ids) - len(ids) // 2 for ids in batch.response_ids]
+    turns = [[1] * end + [2] * (len(ids) - end) for ids, end in zip(batch.response_ids, ends)]
+    batch.turns = torch.tensor([turn for own in turns for turn in own], dtype=torch.int32)
+    check_turns(batch, max_turns=2, max_tokens=max(ends))
+    check_turns(batch, max_turns=2, max_tokens=0)
+    with pytest.raises(CheckFailed, match=r"sample 0 .* has 2, but agents.max_turns=1"):
+        check_turns(batch, max_turns=1, max_tokens=0)
+    with pytest.raises(CheckFailed, match=f"has {max(ends)}, but agents.max_tokens_per_turn={max(ends) - 1}"):
+        check_turns(batch, max_turns=2, max_tokens=max(ends) - 1)
+
+
+def test_a_validation_whose_scores_are_those_of_other_prompts_is_found():
+    batch, _ = sampled(6, groups=4, size=3)
+    batch.scores, batch.score_details = torch.arange(12.0), dict.fromkeys(("acc", "failed"), torch.zeros(12))
+    of_prompts = batch.scores.double().reshape(4, 3)
+    found = {"val-aux/toy/score/std@3": float(of_prompts.std(1, correction=0).mean())}
+    check_table(batch, 3, found)
+    mixed = batch.scores.double().reshape(3, 4).t()
+    with pytest.raises(CheckFailed, match="validation check: score/std@3 of toy is"):
+        check_table(batch, 3, {"val-aux/toy/score/std@3": float(mixed.std(1, correction=0).mean())})
+
+
+def test_blocks_with_coarse_factors_are_found(monkeypatch):
+    check_fp8_blocks()
+
+    def coarse(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, factors = quantised(matrix)
+        return values, factors.bfloat16().float()
+
+    monkeypatch.setattr(fp8, "quantised", coarse)
+    with pytest.raises(CheckFailed, match="the factors of FP8 blocks differ by 0.00"):
+        check_fp8_blocks()
 
 
 def test_groups_of_equal_scores_are_found():

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,8 @@ import pytest
 from PIL import Image as Pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
+from rl.checks.batches import CheckFailed
+from rl.checks.images import check_patches
 from rl.data.images import ImageFormat, ImageReader, PromptImage
 from rl.data.prompts import load_prompts
 from rl.data.rendering import check_rendering
@@ -65,6 +68,16 @@ def test_patches_are_those_of_transformers(size, mode):
     found = FORMAT.patches(image.pixels)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected["pixel_values"])
+
+
+def test_patches_in_another_order_are_found(tmp_path, monkeypatch):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    [prompt] = load(tmp_path, [row("<image>", [{"bytes": png(84, 56)}])])
+    check_patches([prompt], str(tmp_path), 0)
+    patches = ImageFormat.patches
+    monkeypatch.setattr(ImageFormat, "patches", lambda self, pixels: patches(self, pixels)[::-1])
+    with pytest.raises(CheckFailed, match="image check: the first image of the data"):
+        check_patches([prompt], str(tmp_path), 0)
 
 
 def test_sizes_are_those_of_transformers():

@@ -8,7 +8,9 @@ import pytest
 
 from rl.checkpoint.arrays import array_shards, restore_arrays, without_arrays
 from rl.checkpoint.shards import ShardReader, check_file, in_file_order, read_index, write_shards
+from rl.checks.batches import CheckFailed
 from rl.data.prompts import Prompt
+from rl.features.carry_over.check import check_groups
 from rl.features.carry_over.quota_schedule import Frontier, Quota, QuotaSchedule, extend, samples_of
 from rl.rollout.batches import batch_of
 from rl.rollout.events import Abort, Add, Done
@@ -140,3 +142,22 @@ def test_longest_first_is_stable_and_expects_the_mean():
     lengths.note([7, 8], [0, 0, 1, 1], [1, 3, 9, 11])
     assert lengths.means == {7: 2, 8: 10}
     assert lengths.longest_first([5, 7, 6, 8]) == [3, 0, 2, 1]
+
+
+def test_lost_doubled_and_younger_groups_are_found():
+    ended = [
+        SampledGroup(prompt(n, 20), (sample(0, 4, 1, version=n), sample(1, 5, version=n))) for n in range(4)
+    ]
+    begun = groups()[1]  # draw 4
+    everything = [*ended, begun]
+    parts = dict(taken=ended[:2], carried=[ended[2], begun], dropped=[ended[3]])
+    check_groups(everything, 5, **parts)
+    for message, number, change in (
+        ("number 2 is 1 times .* and 0 times", 5, dict(carried=[begun])),
+        ("number 1 is 1 times .* and 2 times", 5, dict(dropped=[ended[1], ended[3]])),
+        ("of 4 drawn prompts, number 4", 4, {}),
+        ("group 3 of version 3 is trained before the complete group 1 of version 1", 5,
+         dict(taken=[ended[0], ended[3]], dropped=[ended[1]])),
+    ):  # fmt: skip
+        with pytest.raises(CheckFailed, match=message):
+            check_groups(everything, number, **(parts | change))

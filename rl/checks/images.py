@@ -1,0 +1,33 @@
+"""Compares an image's patches with those of transformers, as trainer and engine get the same ones."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image as Pillow
+
+from rl.checks.batches import CheckFailed
+from rl.data.prompts import Prompt
+
+
+def check_patches(prompts: Sequence[Prompt], directory: str, max_pixels: int) -> None:
+    """Check the size and the patches of the first image of the data. Raises CheckFailed.
+
+    directory: of the model, with preprocessor_config.json. max_pixels: `data.max_pixels`.
+    """
+    image = next((image for prompt in prompts for image in prompt.images), None)
+    if image is None:
+        return
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    limit = {"max_pixels": max_pixels} if max_pixels else {}
+    processor = Qwen2VLImageProcessorPil.from_pretrained(directory, **limit)
+    expected = processor(Pillow.fromarray(image.pixels), return_tensors="np")
+    grid, patches = tuple(expected["image_grid_thw"][0].tolist()), expected["pixel_values"]
+    found = image.format.patches(image.pixels)
+    same_size = grid == (1, *image.grid) and found.shape == patches.shape
+    if not same_size or not np.allclose(found, patches, atol=1e-5):
+        raise CheckFailed(
+            f"image check: the first image of the data has {image.grid} patches, and transformers gives it "
+            f"{grid[1:]} by {directory}/preprocessor_config.json, or patches of other values: their order, "
+            "size or normalisation is another, and the vision tower would see another image."
+        )

@@ -1,0 +1,42 @@
+"""Checks that a step with carry-over loses no group, takes none twice, and prefers the oldest ones."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rl.checks.batches import CheckFailed
+from rl.rollout.sampled_group import SampledGroup
+
+
+def check_groups(
+    before: Sequence[SampledGroup],
+    num_drawn: int,
+    *,
+    taken: Sequence[SampledGroup],
+    carried: Sequence[SampledGroup],
+    dropped: Sequence[SampledGroup],
+) -> None:
+    """Raise CheckFailed if the parts of a step are not its groups, or a complete group that is older than a
+    taken one stays.
+
+    before: the groups that were carried into the step or drawn in it. num_drawn: number of prompts that the
+    run has drawn, which is above the number of every draw.
+    """
+    numbers = Counter(group.prompt.draw for group in before)
+    parts = Counter(group.prompt.draw for part in (taken, carried, dropped) for group in part)
+    wrong = [draw for draw in numbers | parts if numbers[draw] != parts[draw] or draw >= num_drawn]
+    if wrong:
+        draw = min(wrong)
+        raise CheckFailed(
+            f"carry-over check: of {num_drawn} drawn prompts, number {draw} is {numbers[draw]} times among "
+            f"the groups of this step, and {parts[draw]} times among its trained, carried and dropped ones: "
+            "groups were lost or doubled, or a resume counts draws from another number."
+        )
+    left = [group for part in (carried, dropped) for group in part if not group.unfinished]
+    ages = [[(group.oldest, group.prompt.draw) for group in part] for part in (taken, left)]
+    if all(ages) and max(ages[0]) > min(ages[1]):
+        (version, draw), (older, other) = max(ages[0]), min(ages[1])
+        raise CheckFailed(
+            f"carry-over check: group {draw} of version {version} is trained before the complete group "
+            f"{other} of version {older}: groups are chosen by another order than their age, for example by "
+            "length."
+        )
