@@ -247,7 +247,7 @@ class Inputs:
             images=self._image_reader(),
         )
         if data.image_key:
-            from rl.checks.images import check_patches
+            from rl.data.patches_again import check_patches
 
             check_patches(found, self.config.model.path, data.max_pixels)
         return found

@@ -18,6 +18,7 @@ AUDITS: dict[str, tuple[str, ...]] = {
     "rl/checkpoint/store.py": ("WronglyLoaded", "_check_loaded"),
     "rl/checkpoint/hf.py": ("WronglyExported", "differing", "raise_problem", "_problem"),
     "rl/data/contexts.py": ("check_context",),
+    "rl/data/patches_again.py": (),
     "rl/data/responses_again.py": (),
     "rl/faults/agreement.py": ("check_replicas", "check_master_weights"),
     "rl/features/adapters/adapter.py": (
@@ -37,7 +38,8 @@ AUDITS: dict[str, tuple[str, ...]] = {
     "rl/features/drafts/drafts.py": ("WrongDistribution", "Drafts.check"),
     "rl/features/roles/link.py": ("Link.check_weights",),
     "rl/features/router_replay/trainer.py": ("WrongRoutes", "MAX_MISMATCH"),
-    "rl/features/transformers_backend/shards.py": ("check_sums",),
+    "rl/features/drafts/mtp.py": ("_check_target",),
+    "rl/features/transformers_backend/shards.py": ("check_sums", "Shards.note_reduced"),
     "rl/phases/draw.py": ("Draw._check_order", "Draw.check_cursor"),
     "rl/phases/scorer.py": ("check_places",),
     "rl/refit/equality.py": (),

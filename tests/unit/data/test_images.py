@@ -11,9 +11,8 @@ import pytest
 from PIL import Image as Pillow
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-from rl.checks.batches import CheckFailed
-from rl.checks.images import check_patches
 from rl.data.images import ImageFormat, ImageReader, PromptImage
+from rl.data.patches_again import check_patches
 from rl.data.prompts import load_prompts
 from rl.data.rendering import check_rendering
 from rl.features.vision.positions import image_positions, row_positions
@@ -76,7 +75,7 @@ def test_patches_in_another_order_are_found(tmp_path, monkeypatch):
     check_patches([prompt], str(tmp_path), 0)
     patches = ImageFormat.patches
     monkeypatch.setattr(ImageFormat, "patches", lambda self, pixels: patches(self, pixels)[::-1])
-    with pytest.raises(CheckFailed, match="image check: the first image of the data"):
+    with pytest.raises(ValueError, match="image check: the first image of the data"):
         check_patches([prompt], str(tmp_path), 0)
 
 

@@ -5,12 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image as Pillow
 
-from rl.checks.batches import CheckFailed
 from rl.data.prompts import Prompt
 
 
 def check_patches(prompts: Sequence[Prompt], directory: str, max_pixels: int) -> None:
-    """Check the size and the patches of the first image of the data. Raises CheckFailed.
+    """Check the size and the patches of the first image of the data. Raises ValueError.
 
     directory: of the model, with preprocessor_config.json. max_pixels: `data.max_pixels`.
     """
@@ -26,7 +25,7 @@ def check_patches(prompts: Sequence[Prompt], directory: str, max_pixels: int) ->
     found = image.format.patches(image.pixels)
     same_size = grid == (1, *image.grid) and found.shape == patches.shape
     if not same_size or not np.allclose(found, patches, atol=1e-5):
-        raise CheckFailed(
+        raise ValueError(
             f"image check: the first image of the data has {image.grid} patches, and transformers gives it "
             f"{grid[1:]} by {directory}/preprocessor_config.json, or patches of other values: their order, "
             "size or normalisation is another, and the vision tower would see another image."
