@@ -13,7 +13,17 @@ from rl.config.options import ConfigError
 from rl.config.run_models import RunModel, hf_config_of, run_models
 from rl.config.schema import Config, has_prediction_head, needs_engine, validates
 from rl.dry_run.parameters import CountedWeight, count_parameters, group_parts
-from rl.models import SUPPORTED, architecture, merged, mtp, read_hf_config, sizes, value_model, value_weights
+from rl.models import (
+    SUPPORTED,
+    architecture,
+    check_options,
+    merged,
+    mtp,
+    read_hf_config,
+    sizes,
+    value_model,
+    value_weights,
+)
 from rl.models.json_files import read_object
 from rl.models.layout import Weight
 
@@ -190,7 +200,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, ModelShape]
         check_architecture(body, model.path, SUPPORTED)
         try:
             if model.on_training_grid:
-                architecture(body).check(body)
+                check_options(body)
             weights = value_weights(body, needs_head=False) if values else architecture(body).weights(body)
         except KeyError as missing:
             raise ConfigError(f"{model.path}/config.json lacks the key {missing}.") from missing

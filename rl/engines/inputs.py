@@ -35,7 +35,7 @@ from rl.data.rendering import check_rendering
 from rl.data.responses_again import check_responses
 from rl.data.special_tokens import allow_in_content
 from rl.data.token_ids import check_model_ids, check_rows, check_stops, check_tokenizer
-from rl.models import SUPPORTED, architecture, read_hf_config, value_model, value_weights
+from rl.models import SUPPORTED, architecture, check_options, read_hf_config, value_model, value_weights
 from rl.models import mtp as prediction
 from rl.models.files import check_quantisation, refuse_extra, tensor_files
 from rl.models.json_files import check_files
@@ -157,7 +157,7 @@ class Inputs:
         check_class(path, hf)
         file = architecture(body)
         try:
-            file.check(body)
+            check_options(body)
             file.megatron_config(body)
             needs_head = model.head == "needed"
             weights = value_weights(body, needs_head=needs_head) if model.head else file.weights(body)

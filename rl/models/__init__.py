@@ -95,6 +95,17 @@ def architecture(hf: dict) -> ModuleType:
     raise ValueError(f"architecture {name} is not supported; supported are {', '.join(SUPPORTED)}.")
 
 
+def check_options(hf: dict) -> None:
+    """Raise ValueError for options of a model that are not supported, and that its class may support."""
+    file = architecture(hf)
+    try:
+        file.check(hf)
+    except ValueError as error:
+        if file is by_class or not by_class.is_trainable(hf):
+            raise
+        raise ValueError(f"{error} Or train its class: training.backend=transformers.") from error
+
+
 def trains_class(backend: str, path: str) -> bool:
     """Return whether the model trains as its class in transformers. backend: `training.backend`."""
     if backend != "auto":

@@ -17,6 +17,7 @@ from rl.models import (
     SUPPORTED,
     architecture,
     by_class,
+    check_options,
     form,
     read_hf_config,
     rope,
@@ -27,6 +28,7 @@ from rl.models.boxes import extent, index, volume
 from rl.models.files import stored_shapes
 from rl.models.layout import VOCAB, Weight
 from tests.checkpoints import PARTICULAR, PUBLISHED, VISION, tiny_config
+from tools.text_model import text_config
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "models"
 DENSE = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM")
@@ -270,10 +272,8 @@ PARAMETERS = {
     "qwen3.5-2b": pytest.approx(2.2e9, rel=1e-2),
     "qwen3.5-4b": pytest.approx(4.5e9, rel=1e-2),
     "qwen3.5-9b": 9_409_813_744,
-    "qwen3.5-9b-text": pytest.approx(9e9, rel=1e-2),  # without the tower
     "qwen3.5-27b": pytest.approx(27.4e9, rel=1e-2),
     "qwen3.5-35b-a3b": pytest.approx(35e9, rel=1e-2),
-    "qwen3.5-35b-a3b-text": pytest.approx(35e9, rel=1e-2),
     "qwen3.5-122b-a10b": pytest.approx(122e9, rel=1e-2),
     "qwen3.5-397b-a17b": pytest.approx(397e9, rel=1e-2),
     "qwen1.5-moe-a2.7b": pytest.approx(14.3e9, rel=1e-2),
@@ -349,7 +349,7 @@ ROTATIONS = {
     "minimax-m2": published("minimax-m2"),
     "qwen3-next": config(NEXT),
     "qwen3.5": config(QWEN35),
-    "qwen3.5-35b": published("qwen3.5-35b-a3b-text"),
+    "qwen3.5-35b": text_config(published("qwen3.5-35b-a3b")),
     "qwen3-next-80b": published("qwen3-next-80b-a3b"),
     "gpt-oss": config(OSS),
     "gpt-oss-20b": published("gpt-oss-20b"),
@@ -601,6 +601,17 @@ def test_unsupported_options_are_refused_by_name():
             QWEN35_MOE: "Qwen3.5",
         }
         assert str(caught.value).startswith(family.get(name, name.removesuffix("ForCausalLM")))
+
+
+def test_a_refusal_names_the_class_if_it_may_train():
+    for hf, has_class in (
+        (config(MISTRAL, sliding_window=4096), True),
+        (config(PHI) | {"rope_scaling": {"type": "longrope"}}, False),
+        (published("qwen3-vl-30b-a3b") | {"norm_topk_prob": False}, False),
+    ):
+        with pytest.raises(ValueError, match="is not supported") as caught:
+            check_options(hf)
+        assert str(caught.value).endswith("training.backend=transformers.") == has_class
 
 
 def test_mistral_without_the_key_has_a_window():
