@@ -189,6 +189,7 @@ PUBLISHED = {
     "DeepseekV3ForCausalLM": dict(topk_method="noaux_tc", scoring_func="sigmoid"),
     "MiniMaxM2ForCausalLM": dict(scoring_func="sigmoid", use_routing_bias=True, rotary_dim=32),
     "Glm4MoeLiteForCausalLM": dict(topk_method="noaux_tc", first_k_dense_replace=1),
+    "NemotronHForCausalLM": dict(num_hidden_layers=3),
 }
 """Keys of published configs that transformers 5 omits and vLLM reads, for example topk_method."""
 TOWER = dict(depth=2, hidden_size=64, intermediate_size=96, num_heads=2, out_hidden_size=SIZES["hidden_size"])
@@ -249,6 +250,15 @@ BY_CLASS: dict[str, dict] = {
     "Cohere2ForCausalLM": dict(logit_scale=0.5, sliding_window=12, layer_types=LAYER_TYPES),
     "Starcoder2ForCausalLM": dict(sliding_window=12),
     "OlmoeForCausalLM": dict(num_experts=8, num_experts_per_tok=3),
+    "NemotronHForCausalLM": dict(
+        layers_block_type=["linear_attention", "mlp", "full_attention"],
+        head_dim=32,
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=32,
+        n_groups=2,
+        chunk_size=16,
+    ),
 }
 """Models without a file in rl/models, which train as their class in transformers."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rl.data.batch import Batch
+from rl.models.by_class import correct
 
 LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 64), (40, 21), (3, 3))
 """Number of tokens of prompt and response of each sample of `random_batch`. One response is empty."""
@@ -83,11 +84,13 @@ def logprobs_of_files(directory: str, temperature: float, dtype: torch.dtype) ->
     The log-probs, float64 [T], are computed in float32. The noise is the mean difference of those computed in
     `dtype`; infinite for float32. Raises what transformers raises if it does not load the files.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = dict(dtype=torch.float32, attn_implementation="eager")  # others do not cap scores
-    options |= dict(local_files_only=True, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+    options = dict(local_files_only=True, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(directory, **options)
+    correct(config)
+    options |= dict(dtype=torch.float32, attn_implementation="eager")  # others do not cap scores
+    model = AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval()
     batch = random_batch(model.config.get_text_config().vocab_size)
     exact = hf_logprobs(model, batch, temperature=temperature)[0]
     if dtype is torch.float32:

@@ -14,7 +14,7 @@ from rl.config.adapter_checks import check_layers
 from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
 from rl.config.rollout import Rollout
-from rl.config.schema import Config, Training, algorithm_of, learns_from_data, needs_engine
+from rl.config.schema import Config, Training, algorithm_of, learns, learns_from_data, needs_engine
 from rl.models import BITWISE, architecture
 from rl.models.by_class import MARK
 from rl.models.fp8_blocks import cut_blocks, quantised_weights
@@ -86,6 +86,8 @@ def check_layout(
         )
     if has_delta_nets(hf) and path is None:
         check_recurrent(config)
+    if path in (None, *config.teacher.paths):
+        check_logits(config, hf, path or config.model.path)
     train, rollout = role_ranks(config, world_size)
     if hf.get(MARK):
         check_shard(config, len(train))
@@ -108,6 +110,18 @@ def check_shard(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"training.shard={config.training.shard} does not divide the {_ranks(world_size)} that train; "
             f"use {listed(divisors(world_size), 'or')}."
+        )
+
+
+def check_logits(config: Config, hf: dict[str, Any], path: str) -> None:
+    """Raise ConfigError if the distributions of policy and teacher are compared, but the model in `path` caps
+    its logits."""
+    cap = hf.get("final_logit_softcapping")
+    if cap and learns(config) and "teacher" in algorithm_of(config).needs:
+        raise ConfigError(
+            f"algorithm={config.algorithm} compares distributions of plain logits, but the model in {path} "
+            f"caps its logits (final_logit_softcapping={cap:g}); use another model, or algorithm=grpo with "
+            "teacher.advantage_coef."
         )
 
 

@@ -29,6 +29,7 @@ MODULE = "language_model."
 COMPLETED = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("final_logit_softcapping", "attn_logit_softcapping"),
     *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings"),
 )
 """Keys that config.json may leave to the class, or name otherwise."""
@@ -42,6 +43,9 @@ JOINED = {
 """Layer in transformers -> the layer of vLLM's decoders that it is a part of, and which part."""
 LONGER_WINDOWS = ("cohere2",)
 """Types whose windows have one token more in vLLM, as in the models' training, than in transformers."""
+BOUNDED_STEPS = ("nemotron_h", "zamba2")
+"""Types whose states take time steps of at least time_step_min in transformers, but not in vLLM, nor in the
+models' training."""
 NOT_SUPPORTED = "not supported by training.backend=transformers"
 SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 
@@ -65,7 +69,9 @@ def described(hf: dict) -> dict:
     """
     config = class_config(hf)
     with _refusals():
-        own = {key: value for key in COMPLETED if isinstance(value := getattr(config, key, None), int)}
+        own = {
+            key: value for key in COMPLETED if isinstance(value := getattr(config, key, None), int | float)
+        }
         absent = dict(
             num_attention_heads=1, max_position_embeddings=2**20, intermediate_size=4 * own["hidden_size"]
         )
@@ -85,9 +91,16 @@ def class_config(hf: dict) -> "PreTrainedConfig":
     with _refusals():
         plain = kind_of_config._decode_special_floats(json.loads(json.dumps(plain)))
         config = kind_of_config.from_dict(plain)
-    if kind in LONGER_WINDOWS and config.sliding_window:
-        config.sliding_window += 1
+    correct(config)
     return config
+
+
+def correct(config: Any) -> None:
+    """Change a config of transformers so that its class computes what vLLM does."""
+    if config.model_type in LONGER_WINDOWS and config.sliding_window:
+        config.sliding_window += 1
+    if config.model_type in BOUNDED_STEPS:
+        config.time_step_min = 0.0
 
 
 @contextmanager
@@ -213,7 +226,7 @@ def weights(hf: dict) -> list[Weight]:
             fields["layer"] = int(layer[1])
             fields["megatron"] = f"{MODULE}{name[: layer.start(1)]}{{layer}}{name[layer.end(1) :]}"
         if not tensor.requires_grad:
-            fields["cut"] = REPLICATED
+            fields |= dict(cut=REPLICATED, float32=True)
         elif first or any(tensor is row for row in head):
             fields |= dict(cut=VOCAB, first_stage=first, tied_to_head=first and head[0] is embedding)
         elif len(own) > 1 or ".experts." in name:

@@ -31,13 +31,9 @@ class DeltaNets(EnginePart):
     def options(self, engine: "RolloutEngine") -> dict:
         allow_no_torchvision()  # the file of Qwen3.5 has its vision models too
         _hold_decays_as_the_trainer()
-        # The trainer keeps the state in float32. In the model's dtype each token would round the state.
-        options: dict = dict(mamba_ssm_cache_dtype="float32")
-        if engine.device.is_cuda:
-            # The kernels of the trainer; FlashInfer's are compiled at their first use.
-            options["additional_config"] = {"gdn_prefill_backend": "triton"}
         replace_attribute(cpu_kernels, "cpu_gdn_attention_core", compute)  # no other build calls it
-        return options
+        # On a GPU the kernels of the trainer; FlashInfer's are compiled at their first use.
+        return {"additional_config": {"gdn_prefill_backend": "triton"}} if engine.device.is_cuda else {}
 
 
 def _hold_decays_as_the_trainer() -> None:

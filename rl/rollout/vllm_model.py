@@ -102,6 +102,8 @@ def build_llm(
             max_model_len=model.max_tokens,
             max_num_seqs=rollout.max_concurrent_samples,
             logprobs_mode="processed_logprobs",  # log-probs of the sampling distribution
+            # As the trainer keeps states. In the model's dtype each token would round the state.
+            mamba_ssm_cache_dtype="float32",
             seed=seed,
             disable_log_stats=True,
             **{"async_scheduling": rollout.async_scheduling} | options,

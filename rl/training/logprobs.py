@@ -36,6 +36,7 @@ def linear_logprobs(
     chunk: int,
     outputs: tuple[str, ...] = OUTPUTS,
     logits_filter: LogitsFilter | None = None,
+    cap: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the named outputs, a subset of OUTPUTS, float32 [T] each.
 
@@ -46,6 +47,7 @@ def linear_logprobs(
     weight: [Vpad/tp, H], the rank's rows of the padded head.
     targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
     logits_filter: excludes tokens at each of the T positions, but never a target. None: keeps all tokens.
+    cap: replaces the logits by cap * tanh(logits / cap); None: does not.
 
     The results are identical on all ranks of the group; the sum of squares has no gradient. Outputs that are
     not named cost nothing, and neither do gradients of outputs that the loss does not use. The forward pass
@@ -54,7 +56,7 @@ def linear_logprobs(
     keep = torch.is_grad_enabled() and len(targets) <= chunk
     wanted = ("entropy" in outputs, "sum_p_squared" in outputs)
     results = _LinearLogprobs.apply(
-        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, logits_filter
+        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, logits_filter, cap
     )
     found = dict(zip(OUTPUTS, results))
     return tuple(found[name] for name in outputs)
@@ -74,6 +76,7 @@ class _LinearLogprobs(torch.autograd.Function):
         wanted: tuple[bool, bool],
         keep: bool,
         logits_filter: LogitsFilter | None,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         first_row, rows = own_rows(weight, vocab_size, group)
         local_targets = targets - first_row
@@ -85,14 +88,14 @@ class _LinearLogprobs(torch.autograd.Function):
         saved = None
         for start in range(0, len(targets) if rows else 0, chunk):
             part = slice(start, start + chunk)
-            logits = hidden[part] @ weight[:rows].T
+            logits = _capped(hidden[part] @ weight[:rows].T, cap)
             if local is not None:
                 local.restrict(logits, part)
             statistics(logits, temperature, local_targets[part], wanted, found[:, part])
             saved = logits if keep else None
         logprobs, lse, entropy, squares = _combine(found, targets // len(weight), group, wanted)
         ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, saved)
-        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.filter = temperature, rows, chunk, local
+        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.filter, ctx.cap = temperature, rows, chunk, local, cap
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -112,9 +115,10 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if learns else None
         for start in range(0, len(hidden) if ctx.real_rows else 0, chunk):
             part = slice(start, start + chunk)
-            logits = hidden[part] @ rows.T if saved is None else saved
+            logits = _capped(hidden[part] @ rows.T, ctx.cap) if saved is None else saved
             if ctx.filter is not None and saved is None:
                 ctx.filter.restrict(logits, part)
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).clamp(min=-1.0).square()
             grad = gradient(
                 logits,
                 ctx.temperature,
@@ -123,6 +127,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 None if grad_logprobs is None else grad_logprobs[part],
                 None if grad_entropy is None else (entropy[part], grad_entropy[part]),
             )
+            if slope is not None:
+                grad *= slope
             torch.mm(grad, rows, out=grad_hidden[part])
             if grad_weight is None:
                 continue
@@ -131,7 +137,7 @@ class _LinearLogprobs(torch.autograd.Function):
             else:
                 add_product(grad_weight[: ctx.real_rows], grad.T, hidden[part])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 8
+        return grad_hidden, grad_weight, *[None] * 9
 
 
 def statistics(
@@ -196,6 +202,10 @@ def scaled_logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: f
     x = x / temperature if temperature != 1.0 else x
     x[:, real_rows:] = FLOOR
     return x
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def own_rows(weight: Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:

@@ -9,18 +9,15 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rl.config.options import ConfigError
 from rl.config.schema import Training
 from rl.features.transformers_backend.attention import NAME
 from rl.features.transformers_backend.shards import Shards
 from rl.models import by_class
 from rl.models.layout import padded_vocab, vocab_multiple
 from rl.training.attention import PackedRow
-from rl.training.extras import LogitsFilter
 from rl.training.grid import Grid
 from rl.training.logprobs import OUTPUTS, linear_logprobs
 from rl.training.model import HeadRequest, policy_outputs, transformer_config
@@ -57,6 +54,7 @@ class ClassModel(MegatronModule):
         if values:
             model.set_output_embeddings(None)
             self.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=dtype)
+        _freeze(model)
         weights = grid.with_shards()
         _pad_vocabulary(model, padded_vocab(hf["vocab_size"], vocab_multiple(weights.tp)))
         if training.recompute == "full":
@@ -138,7 +136,7 @@ class ClassPolicy(ClassModel):
         self.real_vocab_size = hf["vocab_size"]
         self.head_chunk_tokens = training.head_chunk(padded_vocab(hf["vocab_size"], vocab_multiple(1)))
         cap = hf.get("final_logit_softcapping")
-        self.head = partial(capped_logprobs, cap=cap) if cap else linear_logprobs
+        self.head = partial(linear_logprobs, cap=cap) if cap else linear_logprobs
         self.scale = 1.0
         """Factor of the states before the head, see `find_scale`."""
 
@@ -191,12 +189,6 @@ class ClassPolicy(ClassModel):
         self.scale = math.prod(float(own[0]) for own in found if own.eq(own[0]).all())
 
     def of_head(self, hidden: Tensor, request: HeadRequest) -> tuple[Tensor, ...]:
-        if self.hf.get("final_logit_softcapping") and not {*self.outputs} <= {*OUTPUTS}:
-            raise ConfigError(
-                f"the model caps its logits (final_logit_softcapping="
-                f"{self.hf['final_logit_softcapping']}), but distributions of a teacher are computed from "
-                "plain logits; use teacher.advantage_coef, or another model."
-            )
         if self.outputs == ("hidden",):
             return (hidden,)
         options = dict(vocab_size=self.real_vocab_size, group=self.group, chunk=self.head_chunk_tokens)
@@ -212,6 +204,18 @@ class ClassValues(ClassModel):
         return (self.value_head(hidden).squeeze(-1).float(),)
 
 
+def _freeze(model: Any) -> None:
+    """Hold numbers that never learn, such as biases of routers, as buffers in float32."""
+    for part in model.modules():
+        for name, own in [*part.named_parameters(recurse=False)]:
+            if not own.requires_grad:
+                delattr(part, name)
+                part.register_buffer(name, own.data)
+        for name, own in [*part.named_buffers(recurse=False)]:
+            if own.is_floating_point() and name not in part._non_persistent_buffers_set:
+                setattr(part, name, own.float())
+
+
 def _pad_vocabulary(model: Any, rows: int) -> None:
     """Pad embedding and head to this number of rows, so that the layouts of `rl.models` hold."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -222,41 +226,3 @@ def _pad_vocabulary(model: Any, rows: int) -> None:
     if is_tied:
         head.weight = embedding.weight
     embedding.padding_idx = None  # its row would not learn, but a policy may sample this token
-
-
-def capped_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    cap: float,
-    temperature: float,
-    vocab_size: int,
-    group: Any,
-    chunk: int,
-    outputs: tuple[str, ...] = OUTPUTS,
-    logits_filter: LogitsFilter | None = None,
-) -> tuple[Tensor, ...]:
-    """Return what `linear_logprobs` returns, for logits cap * tanh(logits / cap), on one rank.
-
-    The backward pass computes the logits of each chunk again.
-    """
-    local = None if logits_filter is None else logits_filter.on_rows(0, vocab_size, hidden.device)
-
-    def of(hidden: Tensor, weight: Tensor, start: int) -> Tensor:
-        part = slice(start, start + len(hidden))
-        logits = cap * torch.tanh(hidden @ weight[:vocab_size].T / cap)
-        if local is not None:
-            local.restrict(logits, part)
-        logits = (logits.float() / temperature).log_softmax(-1)
-        probs = logits.exp()
-        found = {
-            "logprobs": lambda: logits.gather(1, targets[part, None])[:, 0],
-            "entropy": lambda: -(probs * logits).sum(-1),
-            "sum_p_squared": lambda: probs.detach().square().sum(-1),
-        }
-        return torch.stack([found[name]() for name in outputs])
-
-    starts = range(0, max(1, len(targets)), chunk)  # a row without responses has a backward pass too
-    parts = [checkpoint(of, hidden[s : s + chunk], weight, s, use_reentrant=False) for s in starts]
-    return tuple(torch.cat(parts, 1))

@@ -21,6 +21,8 @@ CASES = {
     "a family that Megatron trains too": ("LlamaForCausalLM", False, 1),
     "windows, capped scores and logits": ("Gemma2ForCausalLM", True, 1),
     "experts, joined by the class": ("OlmoeForCausalLM", False, 2),
+    "states": ("NemotronHForCausalLM", False, 1),
+    "windows in half of the layers": ("Cohere2ForCausalLM", True, 1),
     "an engine with tensor parallelism": ("Gemma2ForCausalLM", True, 2),
 }
 

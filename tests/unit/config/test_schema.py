@@ -537,6 +537,14 @@ def test_recomputation_names_what_there_is():
     assert "but the model has none (kv_lora_rank); leave it out." in error
 
 
+def test_distributions_of_capped_logits_are_refused():
+    assert layout_error(1, "algorithm=distill", "teacher.path=t", final_logit_softcapping=30.0) == (
+        "algorithm=distill compares distributions of plain logits, but the model in /models/toy caps its "
+        "logits (final_logit_softcapping=30); use another model, or algorithm=grpo with "
+        "teacher.advantage_coef."
+    )
+
+
 def test_more_tokens_than_the_model_has_positions_are_an_error():
     assert layout_error(1, "data.max_prompt_tokens=1024", "rollout.max_response_tokens=4000") == (
         "data.max_prompt_tokens=1024 and rollout.max_response_tokens=4000 add up to 5024 tokens, but the "

@@ -33,12 +33,13 @@ def inputs(*, rows=V, tokens=T, vocab_size=V, scale=1.0, dtype=torch.float32, se
     return hidden, weight, targets, upstream
 
 
-def reference(hidden, weight, targets, upstream, *, temperature, vocab_size, keeps=None):
+def reference(hidden, weight, targets, upstream, *, temperature, vocab_size, keeps=None, cap=None):
     """(logprobs, entropy, gradient of hidden, gradient of weight) in float64 from all logits at once.
 
     keeps: bool [tokens, vocab_size], the tokens of each position's sampling mask."""
     hidden, weight = (t.double().requires_grad_() for t in (hidden, weight))
-    logits = hidden @ weight[:vocab_size].T / temperature
+    logits = hidden @ weight[:vocab_size].T
+    logits = (cap * torch.tanh(logits / cap) if cap else logits) / temperature
     dropped = torch.zeros_like(logits, dtype=torch.bool) if keeps is None else ~keeps
     log_p = torch.log_softmax(logits.masked_fill(dropped, -torch.inf), dim=-1).masked_fill(dropped, 0.0)
     logprobs = log_p.gather(1, targets[:, None]).squeeze(1)
@@ -95,25 +96,26 @@ def assert_same(found, expected, error):
 @pytest.mark.parametrize("chunk", [1, 3, T, 1000])
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 @pytest.mark.parametrize("is_masked", [False, True])
-def test_values_and_gradients_are_those_of_log_softmax(group, temperature, chunk, is_masked):
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_values_and_gradients_are_those_of_log_softmax(group, temperature, chunk, is_masked, cap):
     data = inputs(rows=64)
     data[1][V:] = 100.0  # padding rows, which would take all probability
     keeps = some_masks(data[2], vocab_size=V) if is_masked else None
     head = dict(temperature=temperature, vocab_size=V)
-    expected, error = reference(*data, **head, keeps=keeps), error_of(*data[:2], **head)
-    found = chunked(*data, **head, group=group, chunk=chunk, keeps=keeps)
+    expected, error = reference(*data, **head, keeps=keeps, cap=cap), error_of(*data[:2], **head)
+    found = chunked(*data, **head, group=group, chunk=chunk, keeps=keeps, cap=cap)
     assert_same(found, expected, error)
     assert (found[3][V:] == 0).all()
     hidden, weight, targets, _ = data
-    logits = hidden.double() @ weight[:V].double().T / temperature
+    logits = hidden.double() @ weight[:V].double().T
+    logits = (cap * torch.tanh(logits / cap) if cap else logits) / temperature
     masks = None
     if keeps is not None:
         assert found[0][1] == found[1][1] == 0  # a set of one token
         logits, masks = logits.masked_fill(~keeps, -torch.inf), sampling_masks(keeps)
     hidden.requires_grad_()
-    squares = linear_logprobs(hidden, weight, targets, **head, group=group, chunk=chunk, logits_filter=masks)[
-        2
-    ]
+    options = dict(group=group, chunk=chunk, logits_filter=masks, cap=cap)
+    squares = linear_logprobs(hidden, weight, targets, **head, **options)[2]
     torch.testing.assert_close(squares.double(), logits.softmax(-1).square().sum(-1), rtol=2 * error, atol=0)
     assert not squares.requires_grad
 
