@@ -86,8 +86,8 @@ class Jobs:
                 self._set_requeue(job, requeue)
             words = os.environ.get(JOIN)
             if missing and words and "PENDING" not in slurm.states(self._known()).values():
-                job = slurm.run("sbatch", "--parsable", f"--nodes={missing}", *shlex.split(words))
-                self._note(job := job.strip().split(";")[0], "--no-requeue" not in words)
+                job = slurm.submit(f"--nodes={missing}", *shlex.split(words))
+                self._note(job, "--no-requeue" not in words)
                 self._say(f"job {job} is to bring {missing} nodes")
         except (slurm.SlurmError, OSError) as error:
             self._say(str(error))

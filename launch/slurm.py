@@ -7,13 +7,20 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 TIMEOUT_S = 60
+OWN_VARIABLES = ("SLURM_", "SQUEUE_", "SINFO_", "SCANCEL_")
+"""Beginnings of variables that are not passed on: a job that is submitted inside a job would inherit those of
+the present one, and SQUEUE_STATES, for example, hides jobs."""
 
 
 class SlurmError(ValueError):
     """Raised when a command of the scheduler is missing, fails or does not answer."""
+
+
+class NoAnswer(SlurmError):
+    """Raised when a command does not answer. The scheduler may still carry it out."""
 
 
 def available() -> bool:
@@ -26,31 +33,45 @@ def run(*command: str, given: str | None = None) -> str:
 
     given: standard input of the command.
     """
-    # If this runs inside a job, the new job would inherit the SLURM_* variables of the present job.
     environment = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("SLURM_") or name == "SLURM_CONF"
+        if not name.startswith(OWN_VARIABLES) or name == "SLURM_CONF"
     }
+    options: dict = dict(env=environment, input=given, capture_output=True, text=True, errors="replace")
     try:
-        done = subprocess.run(
-            command, env=environment, input=given, capture_output=True, text=True, timeout=TIMEOUT_S
-        )
+        done = subprocess.run(command, timeout=TIMEOUT_S, **options)
     except FileNotFoundError:
         raise SlurmError(
             f"{command[0]} is not on this machine; submit from a login node of the cluster, or use --dry-run."
         ) from None
     except subprocess.TimeoutExpired:
-        raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S} s; is the scheduler up?") from None
+        raise NoAnswer(f"{command[0]} did not answer within {TIMEOUT_S} s; is the scheduler up?") from None
     if done.returncode:
         reason = "; ".join((done.stderr.strip() or done.stdout.strip()).splitlines())
         raise SlurmError(f"{' '.join(command)} failed: {reason}")
     return done.stdout
 
 
-def submit(file: str, *, options: Sequence[str] = ()) -> str:
-    """Submit a batch file; return the job id."""
-    return run("sbatch", "--parsable", *options, file).strip().split(";")[0]
+def table(columns: int, *command: str) -> list[list[str]]:
+    """Return the lines of a command's output, split at '|' into columns. Raises SlurmError."""
+    rows = [line.split("|", columns - 1) for line in run(*command).splitlines()]
+    for row in rows:
+        if len(row) != columns:
+            raise SlurmError(
+                f"{command[0]} printed {'|'.join(row)!r}, which has not {columns} columns; call Slurm's own "
+                f"{command[0]}, without a wrapper that prints more."
+            )
+    return rows
+
+
+def submit(*words: str) -> str:
+    """Submit a batch file with options of sbatch; return the job id. Raises SlurmError."""
+    output = run("sbatch", "--parsable", *words)
+    ids = re.findall(r"^(\d+)(?:;\S*)?\s*$", output, re.MULTILINE)
+    if not ids:
+        raise SlurmError(f"sbatch printed {output!r} in place of a job's id; squeue --me shows the job.")
+    return ids[-1]
 
 
 def states(jobs: Iterable[str]) -> dict[str, str]:

@@ -10,13 +10,14 @@ import shlex
 import sys
 from pathlib import Path
 
-from launch.anywhen.command import add_limits, submit_anywhen
+from launch.anywhen.command import add_anywhen, submit_anywhen
 from launch.arguments import add_resources, as_typed, resources_of, warn
 from launch.batch_file import Resources
 from launch.runs import DIRECTORY, note_job
 from launch.schedulers import SCHEDULERS
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
+from rl.config.elastic import JobLimits
 from rl.config.options import to_yaml
 from rl.config.schema import Config, load_config
 from rl.dry_run.changes import cheapest_change
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
         "--force", action="store_true", help="submit even if the memory estimate does not fit"
     )
     add_resources(parser)
-    add_limits(parser)
+    add_anywhen(parser)
     arguments = parser.parse_intermixed_args(argv)
     resources = resources_of(arguments)
     if arguments.anywhen:
@@ -42,6 +43,8 @@ def main(argv: list[str]) -> int:
     config = load_config(arguments.config, arguments.overrides)
     for warning in check(config):
         warn(warning)
+    if config.run.limits != JobLimits():
+        warn("run.limits has no effect on one job; add --anywhen, or leave it out.")
     directory = Path(config.run.dir).absolute() / DIRECTORY
     scheduler = SCHEDULERS[resources.scheduler]
     file = directory / f"job{scheduler.suffix}"

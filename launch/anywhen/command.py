@@ -2,16 +2,17 @@
 
 import argparse
 import hashlib
+import os
 import shlex
 import sys
-from dataclasses import fields
+from datetime import datetime
 from pathlib import Path
 
-from launch import batch_file
-from launch.anywhen.decision import Limits, Plan, Size
+from launch import batch_file, slurm
+from launch.anywhen import queue
+from launch.anywhen.decision import Plan, Size
 from launch.anywhen.record import DIRECTORY, save
 from launch.anywhen.turns import follow
-from launch.arguments import add_fields
 from launch.batch_file import Resources
 from launch.layouts import layouts_of
 from launch.runs import DIRECTORY as LOGS
@@ -25,35 +26,28 @@ from rl.sandbox.private_directory import make_private
 
 START_S = 300.0
 """Assumed seconds of a job before its first step."""
-OPTIONS = [own.name for own in fields(Limits) if own.name != "partitions"]
-"""Limits with an option of their own; the partitions are those of --partition."""
 TURNS = r"""
 export NO_REQUEUE=1 # a successor waits instead
-anywhen() {{
-    local what=$1
-    shift
-    PYTHONPATH=$LOCKSTEP_ROOT {python} -m launch.anywhen.turns "$what" {directory} "$@"
-}}
-number=$1
-words=$(anywhen begin "$number") || exit 0 # the run does not need this job
+turns=(env "PYTHONPATH=$LOCKSTEP_ROOT" {python} -m launch.anywhen.turns)
+record={directory} number=$1
+words=$("${{turns[@]}}" begin "$record" "$number" $SECONDS) || exit 0 # the run does not need this job
 layout=()
 if [ -n "$words" ]; then mapfile -t layout <<<"$words"; fi
-anywhen follow &
+"${{turns[@]}}" follow "$record" &
 follower=$!
-trap 'code=$?; kill $follower || true; anywhen end "$number" $code' EXIT
+trap 'code=$?; kill $follower || true; "${{turns[@]}}" end "$record" "$number" $SECONDS $code' EXIT
 train {train} "${{layout[@]}}"
 """
 """End of a job's batch file: the turns around the ranks."""
 
 
-def add_limits(parser: argparse.ArgumentParser) -> None:
-    """Add --anywhen and an option for each field of `Limits`."""
-    group = parser.add_argument_group("jobs that start now (docs/slurm.md)")
+def add_anywhen(parser: argparse.ArgumentParser) -> None:
+    """Add --anywhen and --stay."""
+    group = parser.add_argument_group("jobs that start now (docs/slurm.md); run.limits has their limits")
     about = "cut the run into jobs of up to --nodes and up to --time, as the queue has room"
     group.add_argument("--anywhen", action="store_true", help=about)
     stay = "stay until the run has ended, and look for room each minute, too"
     group.add_argument("--stay", action="store_true", help=stay)
-    add_fields(group, Limits, OPTIONS)
 
 
 def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, command: str) -> int:
@@ -62,7 +56,8 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
     If the run has jobs in the queue, no other one is requested. command: the command line, for a comment in
     the file.
     """
-    limits = _limits(arguments, resources)
+    if resources.scheduler != "slurm":
+        raise ConfigError(f"--scheduler={resources.scheduler}: --anywhen asks Slurm; leave it out.")
     config, overrides = _elastic(arguments, resources)
     directory = Path(config.run.dir).absolute() / DIRECTORY
     logs = directory.parent / LOGS
@@ -75,8 +70,8 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
     )
     head, train = text.split("\ntrain ", 1)
     words = {"python": shlex.quote(sys.executable), "directory": shlex.quote(str(directory))}
-    file = logs / "anywhen.sbatch"
-    file.write_text(head + TURNS.format(train=train.rstrip(), **words))
+    limits, file = config.run.limits, logs / "anywhen.sbatch"
+    partition = resources.partition or os.environ.get("SBATCH_PARTITION", "")
     plan = Plan(
         sizes=_sizes(config, arguments.config, overrides, resources),
         limits=limits,
@@ -84,30 +79,28 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
         start_s=START_S,
         lead_s=float(resources.signal_lead_s),
         max_steps=config.run.max_steps,
+        partitions=limits.partitions or partition.split(","),
+        not_before=datetime.fromisoformat(limits.not_before).timestamp() if limits.not_before else 0.0,
         name=name,
         file=str(file),
     )
-    save(plan, directory)
+    save(plan, directory, head + TURNS.format(train=train.rstrip(), **words))
     for size in plan.sizes:
         print(f"{size.nodes} nodes: {size.step_s:.1f} s per step {' '.join(size.overrides)}")
     if arguments.dry_run:
         print(f"\nnot submitted (--dry-run); {file}")
         return 0
     over = follow(directory, turns=None if arguments.stay else limits.jobs)
-    print(over or f"lockstep status {shlex.quote(config.run.dir)}")
-    return 0
-
-
-def _limits(arguments: argparse.Namespace, resources: Resources) -> Limits:
-    limits = Limits(partitions=resources.partition, **{name: getattr(arguments, name) for name in OPTIONS})
-    if limits.jobs < 2 or limits.node_hours < 0 or not 0 <= limits.efficiency <= 1:
-        raise ConfigError(
-            f"--jobs={limits.jobs} must be at least 2, because a job requests its successor, "
-            f"--node-hours={limits.node_hours:g} 0 or more, --efficiency={limits.efficiency:g} from 0 to 1."
+    if over:
+        print(f"no further job, because {over}")
+        return 0
+    if not (jobs := queue.jobs_of(plan)[0]):
+        raise slurm.SlurmError(
+            f"no job of {config.run.dir} is in the queue: Slurm refused one, here or some minutes ago; "
+            "submit again later, or with --stay."
         )
-    if resources.scheduler != "slurm":
-        raise ConfigError(f"--scheduler={resources.scheduler}: --anywhen asks Slurm; leave it out.")
-    return limits
+    print(f"{len(jobs)} jobs in the queue; lockstep status {shlex.quote(config.run.dir)}")
+    return 0
 
 
 def _elastic(arguments: argparse.Namespace, resources: Resources) -> tuple[Config, list[str]]:

@@ -9,7 +9,8 @@ takes over if it gets further, and the other one saves and ends; else it ends it
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+
+from rl.config.elastic import JobLimits
 
 GAIN = 1.25
 """A job in a hole must get this much further than the running job, because a change costs a start."""
@@ -23,26 +24,9 @@ LOOKS = 12
 SHORTEST_STARTS = 3.0
 """A job lasts at least this many times the seconds before its first step."""
 MOST_PAUSE = 5
-"""Each refused request doubles the pause before the next one, this many times at most."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the user for the jobs of one run."""
-
-    jobs: int = 3
-    """Maximum number of jobs of the run in the queue at any moment, running or waiting; at least 2. With 2
-    none of the fastest size waits for its turn."""
-    node_hours: float = 0.0
-    """Maximum number of node-hours of all jobs of the run, each counted with its whole time limit until it
-    has ended. 0: no limit."""
-    partitions: str = ""
-    """Partitions that the jobs may use, separated by commas. Empty: Slurm's default partition."""
-    not_before: str = ""
-    """Local time before which no job starts, as 2026-12-24T18:00. Empty: now."""
-    efficiency: float = 0.5
-    """Minimum steps per node-hour of a job, as a share of the best size's. At 1 the run uses the size with
-    the cheapest steps only; at 0 the fastest."""
+"""Maximum number of times that the pause before a request doubles. It is turn_s after a request that brought
+a job, four times as long after one that did not, because Slurm may carry it out late, and then doubles with
+each further one."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +44,25 @@ class Plan:
     """Everything about a run that stays the same over its jobs."""
 
     sizes: list[Size]
-    limits: Limits
+    limits: JobLimits
     longest_s: float
     """Maximum time limit of a job, in seconds."""
     start_s: float
     """Seconds of a job before its first step."""
     lead_s: float
     """Seconds at the end of a job in which it takes no further step."""
+    max_steps: int
+    """Step after which the run is finished."""
     turn_s: float = 60.0
     """Seconds between two turns, and the shortest time between two requests."""
-    max_steps: int = 0
-    """Step after which the run is finished."""
+    partitions: list[str] = field(default_factory=lambda: [""])
+    """Partitions of the jobs; "" is Slurm's default."""
+    not_before: float = 0.0
+    """Unix time before which no job starts."""
     name: str = ""
     """Beginning of the jobs' names; the number of the request follows."""
     file: str = ""
     """The batch file."""
-
-    @property
-    def partitions(self) -> list[str]:
-        return [name.strip() for name in self.limits.partitions.split(",")]
-
-    @property
-    def not_before(self) -> float:
-        """Unix time before which no job starts."""
-        text = self.limits.not_before
-        return datetime.fromisoformat(text).timestamp() if text else 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +81,8 @@ class QueuedJob:
     """A job of the run in the queue."""
 
     id: str
+    number: int
+    """Number of the request that brought it."""
     nodes: int
     seconds: float
     """Time limit."""
@@ -111,6 +91,10 @@ class QueuedJob:
     is_held: bool = False
     is_successor: bool = False
     """Whether it waits for the end of another job."""
+    is_ending: bool = False
+    """Whether Slurm ends its processes."""
+    has_ranks: bool = True
+    """False if its ranks have ended, while it requests its successor."""
 
     @property
     def order(self) -> tuple[float, str]:
@@ -135,18 +119,19 @@ class QueueView:
     silent_s: float = float("inf")
     """Seconds since the last request."""
     refusals: int = 0
-    """Number of requests since the last one that Slurm took."""
+    """Number of requests since the last one that brought a job."""
 
 
-Decision = tuple[list[str], JobRequest | None]
-"""Ids of waiting jobs to cancel, and then the job to request."""
+Decision = tuple[list[QueuedJob], JobRequest | None]
+"""Waiting jobs to cancel, and then the job to request."""
 
 
 def decide(plan: Plan, view: QueueView) -> Decision:
     """Return the next request and the waiting jobs that make room for it; usually nothing."""
-    if view.steps_left <= 0 or view.silent_s < plan.turn_s * 2 ** min(view.refusals, MOST_PAUSE):
+    doublings = min(view.refusals + (view.refusals > 0), MOST_PAUSE)
+    if view.steps_left <= 0 or view.silent_s < plan.turn_s * 2**doublings:
         return [], None
-    held = [job.id for job in view.jobs if job.is_held]
+    held = [job for job in view.jobs if job.is_held]
     jobs = [job for job in view.jobs if not job.is_held]
     waiting = sorted((job for job in jobs if not job.started), key=lambda job: job.nodes)
     running = _newest(jobs)
@@ -156,7 +141,7 @@ def decide(plan: Plan, view: QueueView) -> Decision:
     if view.now >= plan.not_before and len(staying) < plan.limits.jobs:
         hole = _find_hole(view, _affordable(plan, view, asks, staying))
         if hole and (running is None or _gets_further(plan, view, hole, running)):
-            return held + [job.id for job in gone], hole
+            return held + gone, hole
     asks = _affordable(plan, view, asks, jobs)
     if len(jobs) >= plan.limits.jobs or not asks:
         return held, None
@@ -171,6 +156,11 @@ def decide(plan: Plan, view: QueueView) -> Decision:
     return held, None
 
 
+def is_spent(plan: Plan, view: QueueView) -> bool:
+    """Return whether no job is in the queue, and the node-hours of the user allow none."""
+    return not view.jobs and not _affordable(plan, view, _requests(plan, view), [])
+
+
 def takes_over(plan: Plan, view: QueueView, job: QueuedJob) -> bool:
     """Return whether a job that has just started is to train instead of the jobs that started before it."""
     trainer = _newest([other for other in view.jobs if other.order < job.order])
@@ -179,12 +169,14 @@ def takes_over(plan: Plan, view: QueueView, job: QueuedJob) -> bool:
 
 
 def size_of(plan: Plan, nodes: int) -> Size:
-    return next(size for size in plan.sizes if size.nodes == nodes)
+    """Return the size with these nodes, or the closest one: an earlier plan may have had other sizes."""
+    return min(plan.sizes, key=lambda size: abs(size.nodes - nodes))
 
 
 def _newest(jobs: Sequence[QueuedJob]) -> QueuedJob | None:
     """Return the running job that started last."""
-    return max((job for job in jobs if job.started), key=lambda job: job.order, default=None)
+    running = (job for job in jobs if job.started and job.has_ranks and not job.is_ending)
+    return max(running, key=lambda job: job.order, default=None)
 
 
 def _requests(plan: Plan, view: QueueView) -> list[JobRequest]:

@@ -1,4 +1,7 @@
-"""Reads Slurm's queue for the jobs of one run, and requests and cancels them."""
+"""Reads Slurm's queue for the jobs of one run, and requests jobs.
+
+The functions raise SlurmError, or ValueError for output that is not Slurm's.
+"""
 
 import math
 import re
@@ -10,36 +13,53 @@ from launch.anywhen.decision import JobRequest, Plan, QueuedJob
 from rl.config.durations import seconds_of
 from rl.runtime.ranks import expand_hostlist
 
+WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+"""States of jobs that squeue lists for some minutes after their end."""
 HELD = ("JobHeldAdmin", "launch")
 """Beginnings of the reasons for which a waiting job never starts by itself. The user may hold a job."""
 
 
-def jobs_of(plan: Plan) -> list[QueuedJob]:
-    """Return the run's jobs in the queue, those that end included. Raises SlurmError."""
-    out = []
-    for line in slurm.run("squeue", "--me", "-h", "-o", "%i|%T|%D|%l|%S|%r|%E|%j").splitlines():
-        job, state, nodes, limit, start, reason, after, name = line.split("|", 7)
-        if re.fullmatch(re.escape(plan.name) + r"-\d+", name):
-            never = state in ("REQUEUE_HOLD", "SPECIAL_EXIT")
-            waits = never or state in ("PENDING", "REQUEUED")
-            held = never or (waits and reason.startswith(HELD))
-            follows = waits and after not in ("", "(null)")
-            started = 0.0 if waits else _unix(start)
-            out.append(QueuedJob(job, int(nodes), _seconds(limit), started, held, follows))
-    return out
+def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[str]]:
+    """Return the run's jobs in the queue, those that end included, and the ids of cancelled ones."""
+    queued, cancelled = [], []
+    form = "%i|%T|%D|%l|%S|%r|%E|%j"
+    for row in slurm.table(8, "squeue", "--me", "-h", "-t", "all", "-o", form):
+        job, state, nodes, limit, start, reason, after, name = row
+        number = re.fullmatch(re.escape(plan.name) + r"-(\d+)", name)
+        if number is None:
+            continue
+        if state in ENDED:
+            cancelled += [job] if state == "CANCELLED" else []
+            continue
+        waits = state in WAITS
+        queued.append(
+            QueuedJob(
+                job,
+                int(number[1]),
+                int(nodes),
+                _seconds(limit),
+                0.0 if waits else datetime.fromisoformat(start).timestamp(),
+                is_held=state in WAITS[2:] or (waits and reason.startswith(HELD)),
+                is_successor=waits and after not in ("", "(null)"),
+                is_ending=state == "COMPLETING",
+            )
+        )
+    return queued, cancelled
 
 
 def idle_nodes(plan: Plan) -> dict[str, list[float]]:
-    """Return `idle` of the queue's view. Raises SlurmError."""
+    """Return `idle` of the queue's view."""
     taken: dict[str, float] = {}
-    for line in slurm.run("squeue", "-h", "-t", "PD", "-o", "%S|%Y").splitlines():
-        start, nodes = line.split("|")
+    for start, nodes in slurm.table(2, "squeue", "-h", "-t", "PD", "-o", "%S|%Y"):
         for node in expand_hostlist(nodes) if _unix(start) else []:
             taken[node] = min(_unix(start) - time.time(), taken.get(node, math.inf))
     idle: dict[str, list[float]] = {}
-    for line in slurm.run("sinfo", "-N", "-h", "-t", "idle", "-o", "%P|%N").splitlines():
-        name, node = line.split("|")
-        is_default = name.endswith("*") and not plan.limits.partitions
+    for name, node in slurm.table(2, "sinfo", "-N", "-h", "-t", "idle", "-o", "%P|%N"):
+        is_default = name.endswith("*") and plan.partitions == [""]
         idle.setdefault("" if is_default else name.rstrip("*"), []).append(taken.get(node, math.inf))
     return idle
 
@@ -51,14 +71,16 @@ def accepts(plan: Plan, ask: JobRequest) -> bool:
     """
     try:
         slurm.run("sbatch", "--test-only", *_options(plan, ask, 0))
+    except slurm.NoAnswer:
+        raise
     except slurm.SlurmError:
         return False
     return True
 
 
 def submit(plan: Plan, ask: JobRequest, number: int) -> str:
-    """Request a job; return its id. Raises SlurmError if Slurm refuses it."""
-    return slurm.run("sbatch", "--parsable", *_options(plan, ask, number)).strip().split(";")[0]
+    """Request a job; return its id."""
+    return slurm.submit(*_options(plan, ask, number))
 
 
 def _options(plan: Plan, ask: JobRequest, number: int) -> list[str]:
@@ -67,7 +89,7 @@ def _options(plan: Plan, ask: JobRequest, number: int) -> list[str]:
     words = [f"--nodes={ask.nodes}", f"--time={minutes}", f"--job-name={plan.name}-{number}"]
     words += [f"--partition={ask.partition}"] if ask.partition else []
     words += [f"--dependency=afterany:{ask.after}"] if ask.after else []
-    words += [f"--begin={plan.limits.not_before}"] if plan.not_before else []
+    words += [f"--begin={datetime.fromtimestamp(plan.not_before):%Y-%m-%dT%H:%M:%S}"] * bool(plan.not_before)
     return [*words, plan.file, str(number)]
 
 

@@ -4,7 +4,10 @@
     000003-asked.json         the third request: nodes, seconds, partition
     000003-job.json           the id of its job; missing if Slurm refused it
     000003-begun.json         its job started: time, step of the newest checkpoint
-    000003-ended.json         its ranks ended: time, exit code, seconds of a step
+    000003-ended.json         its ranks ended: exit code, seconds of the job so far, seconds of a step
+    000003-left.json          the job ended itself: its seconds
+    000003-cancelled.json     somebody cancelled the job
+    stop                      why no further job is requested, until the file is removed
 
 A file is written complete and then linked to its name. Only one process can create a name, also on NFS, so
 two jobs of the run cannot both make the third request. In the order of their starts, the jobs tell the
@@ -20,12 +23,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from launch.anywhen.decision import Limits, Plan, Size
+from launch.anywhen.decision import Plan, Size
+from rl.config.elastic import JobLimits
 from rl.run_directory.status import FILE_NAME as STATUS
 from rl.run_directory.status import read_object
 from rl.sandbox.private_directory import make_private
 
 DIRECTORY = "anywhen"
+STOP = "stop"
 MAX_FAILURES = 3
 """Number of consecutive jobs that fail without a newer checkpoint, after which no job is requested."""
 LEAVES = 3
@@ -42,24 +47,25 @@ class JobRecord:
     asked: dict[str, Any]
     begun: dict[str, Any]
     ended: dict[str, Any]
+    left: dict[str, Any]
     job: str
-    """Id of the job; empty if Slurm refused it."""
+    """Id of the job; empty if sbatch was refused, or did not answer."""
 
     @property
     def spent_node_s(self) -> float:
         """Node-seconds of an ended job; of a job that was killed, its whole time limit."""
-        if not self.begun:
-            return 0.0
-        seconds = self.ended["time"] - self.begun["time"] if self.ended else self.asked["seconds"]
-        return float(self.asked["nodes"] * seconds)
+        seconds = (self.left or self.ended or self.asked)["seconds"]
+        return float(self.asked["nodes"] * seconds) if self.begun else 0.0
 
 
-def save(plan: Plan, directory: Path) -> None:
-    """Write the plan, and make its directory."""
+def save(plan: Plan, directory: Path, batch_file: str) -> None:
+    """Write the plan and its batch file, and make the directory."""
     make_private(directory)
-    partial = directory / f"plan.{uuid.uuid4().hex}"
-    partial.write_text(json.dumps(asdict(plan), indent=1) + "\n")
-    partial.replace(directory / "plan.json")
+    texts = {directory / "plan.json": json.dumps(asdict(plan), indent=1), Path(plan.file): batch_file}
+    for path, text in texts.items():
+        partial = directory / f"partial.{uuid.uuid4().hex}"
+        partial.write_text(text + "\n")
+        partial.replace(path)
 
 
 def load(directory: Path) -> Plan:
@@ -75,7 +81,7 @@ def load(directory: Path) -> Plan:
     known = {size.nodes: median(measured[size.nodes]) for size in sizes if size.nodes in measured}
     factor = median([known[size.nodes] / size.step_s for size in sizes if size.nodes in known] or [1.0])
     sizes = [replace(size, step_s=known.get(size.nodes, size.step_s * factor)) for size in sizes]
-    return Plan(**found | {"sizes": sizes, "limits": Limits(**found["limits"])})
+    return Plan(**found | {"sizes": sizes, "limits": JobLimits(**found["limits"])})
 
 
 def note(directory: Path, number: int, event: str, **facts: Any) -> bool:
@@ -99,10 +105,11 @@ def records(directory: Path) -> list[JobRecord]:
     out = []
     for path in sorted(directory.glob("[0-9]*-asked.json")):
         number = path.name[:6]
-        asked, begun, ended, job = (
-            read_object(directory / f"{number}-{event}.json") for event in ("asked", "begun", "ended", "job")
+        *events, job = (
+            read_object(directory / f"{number}-{event}.json")
+            for event in ("asked", "begun", "ended", "left", "job")
         )
-        out.append(JobRecord(int(number), asked, begun, ended, str(job.get("job", ""))))
+        out.append(JobRecord(int(number), *events, str(job.get("job", ""))))
     return out
 
 
@@ -110,15 +117,19 @@ def checkpoint_step(directory: Path) -> int:
     return int(read_object(directory.parent / STATUS).get("checkpoint_step") or 0)
 
 
-def is_over(directory: Path) -> str:
+def is_over(directory: Path, plan: Plan) -> str:
     """Return why the run needs no further job; empty if it needs one."""
-    if read_object(directory.parent / STATUS).get("state") == "finished":
+    status, stop = read_object(directory.parent / STATUS), directory / STOP
+    if status.get("state") == "finished" and (status.get("max_steps") or plan.max_steps) >= plan.max_steps:
         return "the run is finished"
     if (directory.parent / "stop").exists():
         return "the file 'stop' stopped the run"
+    return f"{stop.read_text()}; to continue, remove {stop} and submit again" if stop.exists() else ""
+
+
+def has_failed(directory: Path) -> bool:
+    """Return whether the last MAX_FAILURES jobs with ranks failed without a newer checkpoint."""
     ended = [job for job in records(directory) if job.ended.get("code", LEAVES) != LEAVES][-MAX_FAILURES:]
     failed = [job for job in ended if job.ended["code"] not in CONTINUES]
     steps = {job.begun["step"] for job in failed} | {checkpoint_step(directory)}
-    if len(failed) == MAX_FAILURES and len(steps) == 1:
-        return f"the ranks of {MAX_FAILURES} jobs failed without a newer checkpoint"
-    return ""
+    return len(failed) == MAX_FAILURES and len(steps) == 1

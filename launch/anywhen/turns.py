@@ -1,24 +1,44 @@
 """Takes the turns of a run: inside each of its jobs, and on the login node with `submit --anywhen --stay`.
 
-    python -m launch.anywhen.turns begin DIR NUMBER      in a new job: wait for the trainer; print the layout
-    python -m launch.anywhen.turns follow DIR            beside the ranks: a turn per minute
-    python -m launch.anywhen.turns end DIR NUMBER CODE   after the ranks: note the end, request a successor
+    python -m launch.anywhen.turns begin DIR NUMBER S     in a new job: wait for the trainer; print the layout
+    python -m launch.anywhen.turns follow DIR             beside the ranks: a turn per minute
+    python -m launch.anywhen.turns end DIR NUMBER S CODE  after the ranks: note the end, request a successor
 
-DIR is `<run.dir>/anywhen`. Nothing is requested while Slurm does not answer, because a request without a view
-of the queue could double a job.
+DIR is `<run.dir>/anywhen`, S the seconds since the job's start. Nothing is requested while Slurm does not
+answer, or answers what cannot be, because a request without a view of the queue could double a job.
 """
 
 import os
 import sys
 import time
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
 from launch import slurm
 from launch.anywhen import queue
-from launch.anywhen.decision import Decision, Plan, QueueView, decide, size_of, takes_over
-from launch.anywhen.record import LEAVES, checkpoint_step, is_over, load, note, records
+from launch.anywhen.decision import (
+    Decision,
+    Plan,
+    QueuedJob,
+    QueueView,
+    decide,
+    is_spent,
+    size_of,
+    takes_over,
+)
+from launch.anywhen.record import (
+    LEAVES,
+    MAX_FAILURES,
+    STOP,
+    checkpoint_step,
+    has_failed,
+    is_over,
+    load,
+    note,
+    records,
+)
 from launch.runs import DIRECTORY as LOGS
 from launch.runs import note_job
 from rl.run_directory.metric_log import read_records
@@ -29,34 +49,51 @@ SIGNAL_S = 20.0
 """Seconds between two signals to a job that is to stop."""
 LAST_TURNS = 5
 """Number of turns for which an ended job that has no successor stays to request one."""
+PASSING = (ValueError, OSError, KeyError)
+"""Errors of Slurm, of its output and of the disk, after which the next turn tries again."""
 
 
-def turn(directory: Path, *, but: str = "") -> str:
+def turn(directory: Path, *, own: str = "", ends: bool = False) -> str:
     """Look at the queue once, and request a job if one is needed; return why the run is over, or ''.
 
-    but: id of a job that is about to end and counts as ended. Raises SlurmError if Slurm does not answer.
+    own: id of the job in which this runs. ends: whether that job is about to end, and counts as ended. Raises
+    SlurmError if Slurm does not answer, and ValueError if it prints something else.
     """
-    if over := is_over(directory):
+    plan, number = load(directory), max((job.number for job in records(directory)), default=0) + 1
+    found = view(directory, plan, own=own, ends=ends)
+    spent = f"run.limits.node_hours={plan.limits.node_hours:g} allows none"
+    if over := is_over(directory, plan) or (spent if is_spent(plan, found) else ""):
+        _cancel(directory, [job for job in found.jobs if not job.started])
         return over
-    plan, number = load(directory), len(records(directory)) + 1
-    _act(directory, plan, decide(plan, view(directory, plan, but=but)), number)
+    _act(directory, plan, decide(plan, found), number)
     return ""
 
 
-def view(directory: Path, plan: Plan, *, but: str = "") -> QueueView:
-    """Return the queue and the progress of the run. Raises SlurmError if Slurm does not answer."""
+def view(directory: Path, plan: Plan, *, own: str = "", ends: bool = False) -> QueueView:
+    """Return the queue and the progress of the run, as `turn` sees them.
+
+    If somebody cancelled a job of the run, the file `stop` is written.
+    """
     jobs, now = records(directory), time.time()
-    queued = [job for job in queue.jobs_of(plan) if job.id != but]
-    here, well = {job.id for job in queued}, {job.id for job in queued if not job.is_held}
-    refused = next((n for n, job in enumerate(reversed(jobs)) if job.begun or job.job in well), len(jobs))
+    queued, cancelled = queue.jobs_of(plan)
+    if own and own not in {job.id for job in queued}:
+        raise slurm.SlurmError(f"squeue does not list job {own}, which runs; nothing is requested.")
+    for job in jobs:
+        if job.job in cancelled and note(directory, job.number, "cancelled"):
+            _stop(directory, f"job {job.job} was cancelled")
+    ended = {job.number for job in jobs if job.ended}
+    queued = [replace(job, has_ranks=job.number not in ended) for job in queued]
+    queued = [job for job in queued if job.id != own or not ends]
+    here, well = {job.number for job in queued}, {job.number for job in queued if not job.is_held}
+    refused = next((n for n, job in enumerate(reversed(jobs)) if job.begun or job.number in well), len(jobs))
     return QueueView(
         now,
         queued,
         queue.idle_nodes(plan),
         lambda ask: queue.accepts(plan, ask),
-        plan.max_steps - checkpoint_step(directory),
-        sum(job.spent_node_s for job in jobs if job.job not in here),
-        now - jobs[-1].asked["time"] if jobs else float("inf"),
+        max(1, plan.max_steps - checkpoint_step(directory)),  # the run is not over, so that it needs a job
+        sum(job.spent_node_s for job in jobs if job.number not in here),
+        abs(now - jobs[-1].asked["time"]) if jobs else float("inf"),  # a clock may have been ahead
         refused,
     )
 
@@ -66,77 +103,102 @@ def _act(directory: Path, plan: Plan, decision: Decision, number: int) -> None:
     cancel, ask = decision
     if ask is not None and not note(directory, number, "asked", **asdict(ask)):
         return
-    if cancel:
-        slurm.run("scancel", "--state=PENDING", *cancel)
-    if ask is not None:
-        job = queue.submit(plan, ask, number)
-        note(directory, number, "job", job=job)
-        note_job(directory.parent / LOGS, job)
-        print(f"anywhen: job {job} asks for {ask.nodes} nodes for {ask.seconds / 3600:.2f} h", flush=True)
+    _cancel(directory, cancel)
+    if ask is None:
+        return
+    if cancel and {job.id for job in queue.jobs_of(plan)[0]} & {job.id for job in cancel}:
+        raise slurm.SlurmError("a job that was to make room has started; nothing is requested.")
+    job = queue.submit(plan, ask, number)
+    note(directory, number, "job", job=job)
+    note_job(directory.parent / LOGS, job)
+    print(f"anywhen: job {job} asks for {ask.nodes} nodes for {ask.seconds / 3600:.2f} h", flush=True)
 
 
-def follow(directory: Path, turns: int | None = None) -> str:
+def _cancel(directory: Path, jobs: Sequence[QueuedJob]) -> None:
+    """Cancel waiting jobs, which nobody then takes for cancelled by the user."""
+    for job in jobs:
+        note(directory, job.number, "cancelled")
+    if jobs:
+        slurm.run("scancel", "--state=PENDING", *(job.id for job in jobs))
+
+
+def _stop(directory: Path, why: str) -> None:
+    (directory / STOP).write_text(why)
+
+
+def follow(directory: Path, turns: int | None = None, own: str = "") -> str:
     """Take a turn per minute until the run is over, or so many turns; return why it is over, or ''."""
-    taken = 0
+    taken, turn_s = 0, load(directory).turn_s
     while True:
         try:
-            if over := turn(directory):
+            if over := turn(directory, own=own):
                 return over
-        except (slurm.SlurmError, OSError) as error:
+        except PASSING as error:
             _report(error)
         if (taken := taken + 1) == turns:
             return ""
-        time.sleep(load(directory).turn_s)
+        time.sleep(turn_s)
 
 
-def start_job(directory: Path, number: int) -> int:
+def start_job(directory: Path, number: int, seconds: int) -> int:
     """Wait until no other job of the run has ranks, then print the layout, one override per line.
 
     Returns LEAVES if the run is over, or if the job that trains gets further than this one.
     """
-    own, signalled = os.environ["SLURM_JOB_ID"], 0.0
+    own, signalled, began = os.environ["SLURM_JOB_ID"], 0.0, time.monotonic()
     note(directory, number, "begun", step=checkpoint_step(directory))
-    deadline = time.monotonic() + LONGEST_WAIT_S
-    while not is_over(directory) and time.monotonic() < deadline:
+    while time.monotonic() < began + LONGEST_WAIT_S:
         try:
             plan = load(directory)
-            now = view(directory, plan)
+            now = view(directory, plan, own=own)
             mine = next(job for job in now.jobs if job.id == own)
-            earlier = [job.id for job in now.jobs if job.started and job.order < mine.order]
+            before = (job for job in now.jobs if job.started and job.order < mine.order)
+            earlier = [job.id for job in before if job.has_ranks or job.is_ending]
+            size = size_of(plan, mine.nodes)
+            if is_over(directory, plan) or size.nodes != mine.nodes:
+                break
             if not earlier:
-                print("\n".join(size_of(plan, mine.nodes).overrides))
+                print("\n".join(size.overrides))
                 return 0
             if not signalled and not takes_over(plan, now, mine):
                 break
             if time.monotonic() - signalled > SIGNAL_S:
                 slurm.run("scancel", "--signal=USR2", *earlier)
                 signalled = time.monotonic()
-        except (slurm.SlurmError, OSError, StopIteration) as error:
+        except PASSING as error:
             _report(error)
         time.sleep(2)
-    note(directory, number, "ended", code=LEAVES)
+    note(directory, number, "ended", code=LEAVES, seconds=seconds + time.monotonic() - began)
     return LEAVES
 
 
-def end_job(directory: Path, number: int, code: int) -> int:
+def end_job(directory: Path, number: int, seconds: int, code: int) -> int:
     """Note the end of a job's ranks. Without a successor, stay for some turns and request one."""
+    own, began, plan = os.environ["SLURM_JOB_ID"], time.monotonic(), load(directory)
     begun = next(job.begun for job in records(directory) if job.number == number)
-    note(directory, number, "ended", code=code, step_s=_step_seconds(directory, begun["time"]))
-    own, plan = os.environ["SLURM_JOB_ID"], load(directory)
+    note(
+        directory, number, "ended", code=code, seconds=seconds, step_s=_step_seconds(directory, begun["time"])
+    )
+    if has_failed(directory):
+        _stop(directory, f"the ranks of {MAX_FAILURES} jobs failed without a newer checkpoint")
+
+    def follows() -> bool:
+        """Return whether a successor is in the queue, or Slurm ends this job, as after scancel."""
+        return any(job.is_ending if job.id == own else not job.is_held for job in queue.jobs_of(plan)[0])
+
     for _ in range(LAST_TURNS):
         try:
-            others = [job for job in queue.jobs_of(plan) if job.id != own]
-            if over := is_over(directory):
-                if waiting := [job.id for job in others if not job.started]:
-                    slurm.run("scancel", *waiting)
+            if follows() and not is_over(directory, plan):
+                break
+            if over := turn(directory, own=own, ends=True):
                 print(f"anywhen: no further job, because {over}", flush=True)
-                return 0
-            if any(not job.is_held for job in others):
-                return 0
-            turn(directory, but=own)
-        except (slurm.SlurmError, OSError) as error:
+                break
+            if follows():
+                break
+        except PASSING as error:
             _report(error)
         time.sleep(plan.turn_s)
+    note(directory, number, "left", seconds=seconds + time.monotonic() - began)
     return 0
 
 
@@ -158,7 +220,7 @@ def main(what: str, directory: str, *numbers: str) -> int:
         return start_job(path, *values)
     if what == "end":
         return end_job(path, *values)
-    follow(path)
+    follow(path, own=os.environ["SLURM_JOB_ID"])
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rl.config.durations import seconds_of
 from rl.config.effects import check_effects, replay_warnings
-from rl.config.elastic_checks import check_elastic
+from rl.config.elastic_checks import check_elastic, check_limits
 from rl.config.exclusions import check_exclusions
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
@@ -73,6 +73,7 @@ def check(config: Config, points: Sequence[Config] = ()) -> list[str]:
     check_objective(config)
     check_roles(config)
     check_elastic(config)
+    check_limits(config)
     check_exclusions(config)
     check_effects(config)
     check_trace(config.trace, config.run.max_steps)

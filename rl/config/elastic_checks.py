@@ -1,5 +1,6 @@
-"""Checks of the section `run.elastic`."""
+"""Checks of the sections `run.elastic` and `run.limits`."""
 
+from datetime import datetime
 from typing import Any
 
 from rl.config.options import ConfigError, as_override, flatten, show
@@ -48,6 +49,26 @@ def check_elastic(config: Config) -> None:
         raise ConfigError(
             f"run.elastic.min_nodes={least}, but the smallest of run.elastic.layouts has nodes={min(seen)}; "
             f"add a layout for {least}, or set run.elastic.min_nodes={min(seen)}."
+        )
+
+
+def check_limits(config: Config) -> None:
+    """Raise ConfigError for partitions and times that sbatch would refuse."""
+    limits = config.run.limits
+    for name in limits.partitions:
+        if not name or set(name) & set(", "):
+            raise ConfigError(
+                f"run.limits.partitions holds {show(name)}, but each entry is the name of one partition; "
+                "write e.g. [main, spare]."
+            )
+    try:
+        is_local = not limits.not_before or datetime.fromisoformat(limits.not_before).tzinfo is None
+    except ValueError:
+        is_local = False
+    if not is_local:
+        raise ConfigError(
+            f"run.limits.not_before={show(limits.not_before)} is not a local time; write it as "
+            "2026-12-24T18:00, without a time zone."
         )
 
 

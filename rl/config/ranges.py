@@ -20,6 +20,7 @@ def is_finite(value: Any) -> bool:
 
 
 AT_LEAST_ONE = Range("at least 1", lambda v: v >= 1)
+AT_LEAST_TWO = Range("at least 2", lambda v: v >= 2)
 NOT_NEGATIVE = Range("0 or more and finite", lambda v: 0 <= v < math.inf)
 ZERO = Range("0", lambda v: v == 0)
 POSITIVE = Range("greater than 0 and finite", lambda v: 0 < v < math.inf)

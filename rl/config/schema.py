@@ -17,7 +17,7 @@ from rl.config.agents import Agents
 from rl.config.consequences import Consequence, consequences
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import Algorithm, Formula, describe, formula_of, formulas, literal_dict
-from rl.config.elastic import Elastic
+from rl.config.elastic import Elastic, JobLimits
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
 from rl.config.options import OWN_FUNCTION, ConfigError, Files, build, flatten, last_file, read
 from rl.config.paths import expand_paths
@@ -71,6 +71,7 @@ class Run:
     """Effect of a stop request during generation. redo: the samples are dropped, and the next start repeats
     the step from the same prompts. finish: the step is completed first."""
     elastic: Elastic = field(default_factory=Elastic)
+    limits: JobLimits = field(default_factory=JobLimits)
 
 
 @dataclass

@@ -143,6 +143,16 @@ class TestSubmit:
             "exit 3\"}'"
         ]  # within train's quotes
 
+    def test_the_limits_of_jobs_that_start_now_are_keys(self, place):
+        limits = "{jobs: 4, node_hours: 9, partitions: [a, b], not_before: 2026-12-24 18:00:00}"
+        own = ("--nodes=2", "--", "model.path=models/qwen2.5-7b", "checkpoint.every=1", f"run.limits={limits}")
+        launch("submit", "--anywhen", "--dry-run", "--config", "config.yaml", *own)
+        plan = json.loads((place / "runs" / "test" / "anywhen" / "plan.json").read_text())
+        assert plan["limits"]["jobs"] == 4 and plan["partitions"] == ["a", "b"]
+        assert time.localtime(plan["not_before"])[:4] == (2026, 12, 24, 18)
+        done = run_launch("submit", *self.arguments, "--", "run.limits.jobs=4")
+        assert "run.limits has no effect on one job; add --anywhen" in done.stderr
+
     def test_a_dry_run_submits_nothing(self, place):
         assert "not submitted" in launch("submit", *self.arguments, "--dry-run")
         assert not (place / "sbatch.log").exists()

@@ -68,10 +68,11 @@ class Run:
         self.cluster, self.directory = cluster, directory / "run"
         config = write_config(directory, toy)
         size = ("--nodes=8", "--gpus-per-node=0", "--ranks-per-node=1", "--cpus-per-task=16", "--time=8:00")
-        limits = ("--partition=main", "--signal-lead=15", f"--jobs={JOBS}", f"--node-hours={NODE_HOURS}")
+        limits = ("run.limits.partitions=[main]", f"run.limits.jobs={JOBS}", "run.limits.efficiency=0")
+        limits += (f"run.limits.node_hours={NODE_HOURS}",)
         command = (sys.executable, "-m", "lockstep", "submit", "--anywhen", "--config", config, *size)
-        own = ("--dry-run", "--efficiency=0", "--", *OWN, f"run.max_steps={STEPS}")
-        cluster.run(*command, *limits, *own, cwd=directory)
+        own = ("--dry-run", "--signal-lead=15", "--", *OWN, f"run.max_steps={STEPS}")
+        cluster.run(*command, *own, *limits, cwd=directory)
         self.plan = json.loads((self.anywhen / "plan.json").read_text())
         sizes = [size for size in self.plan["sizes"] if size["nodes"] <= most]
         for size in sizes:

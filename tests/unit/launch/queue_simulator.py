@@ -160,6 +160,7 @@ class Simulation:
         jobs = [
             QueuedJob(
                 job.id,
+                int(job.id.rpartition("-")[2]),
                 job.nodes,
                 job.seconds,
                 max(0.0, job.started),
@@ -182,7 +183,7 @@ class Simulation:
     def _turn(self, now: float) -> None:
         cancel, ask = decide(self.plan, self._view())
         for job in self.live():
-            if job.id in cancel:
+            if job.id in {other.id for other in cancel}:
                 assert job.started < 0
                 self.cluster.kill(job)
         if ask is None:

@@ -1,12 +1,12 @@
 """Runs in jobs that start now, on simulated queues with synthetic traces of other users' jobs."""
 
 import random
-from datetime import datetime
 from statistics import median
 
 import pytest
 
-from launch.anywhen.decision import Limits, Plan, QueueView, Size, decide
+from launch.anywhen.decision import Plan, QueueView, Size, decide
+from rl.config.elastic import JobLimits
 from tests.unit.launch.queue_simulator import HOUR, Cluster, Job, Simulation, trace
 
 NODES, FIXED, STEPS, BEGIN = 16, 8, 200, 48 * HOUR
@@ -15,8 +15,8 @@ SIZES = [Size(nodes, 36.0 * (FIXED / nodes) ** 0.9) for nodes in range(1, FIXED 
 
 
 def plan(not_before: float = 0.0, **limits: float) -> Plan:
-    own = Limits(not_before=datetime.fromtimestamp(not_before).isoformat(), **limits)  # type: ignore[arg-type]
-    return Plan(SIZES, own, 24 * HOUR, start_s=300.0, lead_s=300.0, turn_s=120.0, max_steps=STEPS)
+    own, times = JobLimits(**limits), dict(start_s=300.0, lead_s=300.0, turn_s=120.0)  # type: ignore[arg-type]
+    return Plan(SIZES, own, 24 * HOUR, max_steps=STEPS, not_before=not_before, **times)
 
 
 def cluster(seed: int) -> Cluster:

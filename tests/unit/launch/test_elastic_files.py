@@ -85,6 +85,11 @@ BAD = {
     "run.elastic.lost_s=4": "run.elastic.lost_s=4, but a node that lives is seen once a second",
     "run.elastic.layouts=[{nodes: 2, data.shuffle: false}]": "run.elastic.layouts sets data.shuffle, but",
     "run.elastic.min_nodes=0": "run.elastic.max_nodes=4 has no effect",
+    "run.limits.jobs=1": "run.limits.jobs is 1, but must be at least 2",
+    "run.limits.node_hours=-1": "run.limits.node_hours is -1.0, but must be 0 or more",
+    "run.limits.partitions=['a,b']": 'run.limits.partitions holds "a,b", but each entry is the name of one',
+    "run.limits.not_before=tomorrow": 'run.limits.not_before="tomorrow" is not a local time; write it as',
+    "run.limits.not_before=2026-12-24T18:00+01:00": "is not a local time; write it as 2026-12-24T18:00",
 }
 ELASTIC = ("run.elastic.min_nodes=2", "run.elastic.max_nodes=4", "checkpoint.every=1")
 
@@ -92,7 +97,7 @@ ELASTIC = ("run.elastic.min_nodes=2", "run.elastic.max_nodes=4", "checkpoint.eve
 @pytest.mark.parametrize("override", BAD)
 def test_bad_input_is_refused(override):
     config = load_config(str(ROOT / "configs" / "quickstart.yaml"), [*ELASTIC, override])
-    with pytest.raises(ConfigError, match="run.elastic|checkpoint.every") as error:
+    with pytest.raises(ConfigError, match="run.elastic|run.limits|checkpoint.every") as error:
         check(config)
     assert BAD[override] in str(error.value)
 

@@ -1,0 +1,392 @@
+"""The turns of a run beside a scheduler that refuses, hangs, lies, holds and kills, in virtual time.
+
+The processes of the run are those of its jobs and a `submit --anywhen --stay`. They call the real functions;
+only Slurm's commands, the clock and the ranks are played.
+"""
+
+import heapq
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from launch import slurm
+from launch.anywhen import queue, record, turns
+from launch.anywhen.decision import Plan, Size
+from launch.anywhen.record import is_over, load, records, save
+from rl.config.elastic import JobLimits
+from tests.unit.launch.test_anywhen import HOUR
+
+NODES, STEPS, TURN_S, LATE_S = 8, 60, 60.0, 180.0
+START = 1.8e9
+BROKEN = ["garbage", "a|b", "x|RUNNING|many|1:00|2026-11-30T00:00:00|None|(null)|{name}-1"]
+
+
+class Killed(BaseException):
+    pass
+
+
+@dataclass
+class FakeJob:
+    id: str
+    name: str
+    nodes: int
+    seconds: float
+    after: str
+    state: str = "PENDING"
+    ended: float = 0.0
+    reason: str = "Priority"
+    started: float = 0.0
+    is_training: bool = False
+
+    @property
+    def number(self) -> int:
+        return int(self.name.rpartition("-")[2])
+
+    @property
+    def is_live(self) -> bool:
+        return self.state in ("PENDING", "RUNNING", "COMPLETING")
+
+
+class HostileSlurm:
+    """Slurm's commands and clock. faults: probability that a command misbehaves."""
+
+    def __init__(self, directory: Path, limits: JobLimits, seed: int = 0, faults: float = 0.0):
+        self.directory, self.limits = directory / "anywhen", limits
+        self.rng, self.faults = random.Random(seed), faults
+        self.now = self.ahead = 0.0
+        self.events: list[tuple[float, int, Callable[[], object]]] = []
+        self.count = itertools.count(1)
+        self.jobs: dict[str, FakeJob] = {}
+        self.requests: list[float] = []
+        self.meanwhile: list[Callable[[], object]] = []
+        """What others do after a look at the queue, once."""
+        self.steps, self.speed = 0.0, 1.0
+        self.kills = False
+        """Whether the process that requests a job is killed before it notes the id."""
+        self.kinds = Counter[str]()
+        sizes = [Size(nodes, 480.0 / nodes) for nodes in (1, 2, 4)]
+        times = dict(start_s=60.0, lead_s=60.0, turn_s=TURN_S)
+        file = directory / "anywhen.sbatch"
+        save(
+            Plan(sizes, limits, 2 * HOUR, max_steps=STEPS, name="run-1", file=str(file), **times),
+            self.directory,
+            "",
+        )
+        self.plan = load(self.directory)
+
+    # The clock ----------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return START + self.now + self.ahead
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let everything else happen that is due in the meantime."""
+        end = self.now + seconds
+        while self.events and self.events[0][0] <= end:
+            at, _, act = heapq.heappop(self.events)
+            self._pass(at)
+            act()
+        self._pass(end)
+
+    def _pass(self, now: float) -> None:
+        passed, self.now = max(0.0, now - self.now), max(now, self.now)
+        for job in self.jobs.values():
+            if job.is_training:
+                self.steps = min(STEPS, self.steps + self.speed * passed * job.nodes / 480.0)
+        if passed and not any(job.is_training for job in self.jobs.values()):
+            return
+        state = "finished" if self.steps >= STEPS else "running"
+        status = {"state": state, "checkpoint_step": int(self.steps), "max_steps": STEPS}
+        (self.directory.parent / "status.json").write_text(json.dumps(status))
+
+    def later(self, seconds: float, act: Callable[[], object]) -> None:
+        heapq.heappush(self.events, (self.now + seconds, next(self.count), act))
+
+    def every(self, seconds: float, act: Callable[[], object], while_: Callable[[], bool]) -> None:
+        def again() -> None:
+            if while_():
+                act()
+                self.every(seconds, act, while_)
+
+        self.later(seconds, again)
+
+    # Slurm --------------------------------------------------------------------------------------------------
+
+    def live(self) -> list[FakeJob]:
+        return [job for job in self.jobs.values() if job.is_live]
+
+    def run(self, *command: str, given: str | None = None) -> str:
+        self.sleep(0.2)
+        if command[0] == "sinfo" and self.meanwhile:
+            self.meanwhile.pop()()
+        broken = self.rng.random() < self.faults
+        act = {"sbatch": self._sbatch, "scancel": self._scancel, "squeue": self._squeue, "sinfo": self._sinfo}
+        if command[0] == "sbatch" and "--test-only" not in command:
+            return self._sbatch(command, broken)
+        if broken and (self.rng.random() < 0.5 or command[0] == "scancel"):
+            self.sleep(60)
+            raise slurm.NoAnswer(f"{command[0]} did not answer")
+        if broken:
+            return self.rng.choice(BROKEN).format(name=self.plan.name) + "\n"
+        return act[command[0]](command, False)
+
+    def _sbatch(self, command: tuple[str, ...], broken: bool) -> str:
+        if "--test-only" in command:
+            return ""
+        assert all(self.now - at >= TURN_S - 1 for at in self.requests[-1:]), "a storm of requests"
+        self.requests.append(self.now)
+        words = dict(word[2:].split("=", 1) for word in command if word.startswith("--") and "=" in word)
+        after = words.get("dependency", "").rpartition(":")[2]
+        size = int(words["nodes"]), 60.0 * int(words["time"])
+        job = FakeJob(str(100 + len(self.requests)), words["job-name"], *size, after)
+        kind = self.rng.choice(["refuse", "hang", "late", "garbage", "banner"]) if broken else ""
+        self.kinds[kind] += 1
+        if kind == "refuse":
+            raise slurm.SlurmError("sbatch failed: Invalid account")
+        if kind in ("hang", "late"):
+            self.sleep(60)
+            if kind == "late":
+                self.later(self.rng.uniform(0, LATE_S - 60), lambda: self._add(job))
+            raise slurm.NoAnswer("sbatch did not answer")
+        self._add(job)
+        if self.kills:
+            raise Killed
+        return {"garbage": "Submitted!\n", "banner": f"welcome\n{job.id}\n"}.get(kind, f"{job.id}\n")
+
+    def _add(self, job: FakeJob) -> None:
+        self.jobs[job.id] = job
+        self.check_limits()
+        self.later(1.0, self.schedule)
+
+    def check_limits(self) -> None:
+        live = self.live()
+        assert len(live) <= self.limits.jobs, live
+        done = [job for job in self.jobs.values() if not job.is_live and job.started]
+        used = sum(
+            job.nodes * (job.seconds if job.state == "NODE_FAIL" else job.ended - job.started) for job in done
+        )
+        booked = used + sum(job.nodes * job.seconds for job in live)
+        assert not self.limits.node_hours or booked <= self.limits.node_hours * HOUR + 1
+
+    def _squeue(self, command: tuple[str, ...], broken: bool) -> str:
+        if "--me" not in command:
+            return ""
+        return "".join(
+            f"{job.id}|{job.state}|{job.nodes}|{int(job.seconds // 60)}:00|{self._text(job)}|{job.reason}|"
+            f"{f'afterany:{job.after}(unfulfilled)' if self._waits_for(job) else '(null)'}|{job.name}\n"
+            for job in self.jobs.values()
+        )
+
+    @staticmethod
+    def _text(job: FakeJob) -> str:
+        return datetime.fromtimestamp(START + job.started).isoformat()[:19] if job.started else "N/A"
+
+    def _waits_for(self, job: FakeJob) -> bool:
+        return job.after in self.jobs and self.jobs[job.after].is_live
+
+    def _sinfo(self, command: tuple[str, ...], broken: bool) -> str:
+        return "".join(f"main*|node{n}\n" for n in range(self.idle()))
+
+    def idle(self) -> int:
+        return NODES - sum(job.nodes for job in self.live() if job.state != "PENDING")
+
+    def _scancel(self, command: tuple[str, ...], broken: bool) -> str:
+        for job in (self.jobs[word] for word in command[2:]):
+            if command[1] == "--state=PENDING" and job.state == "PENDING":
+                job.state = "CANCELLED"
+            elif command[1] == "--signal=USR2" and job.is_training:
+                self.later(5.0, lambda job=job: self.end_ranks(job, 75))
+        return ""
+
+    def schedule(self) -> None:
+        for job in self.live():
+            free = (
+                job.state == "PENDING" and not job.reason.startswith("JobHeld") and not self._waits_for(job)
+            )
+            if free and job.nodes <= self.idle():
+                self.start(job)
+                self.later(job.seconds - 60.0, lambda job=job: self.end_ranks(job, 75))
+                self.later(job.seconds, lambda job=job: self.end(job, "TIMEOUT"))
+                self.later(0.5, lambda job=job: self.begin(job))
+
+    def start(self, job: FakeJob) -> None:
+        job.state, job.started = "RUNNING", self.now
+
+    # A job --------------------------------------------------------------------------------------------------
+
+    def begin(self, job: FakeJob) -> None:
+        self.monkeypatch.setenv("SLURM_JOB_ID", job.id)
+        if turns.start_job(self.directory, job.number, 0) or job.state != "RUNNING":
+            return self.end(job, "COMPLETED")
+        assert not any(other.is_training for other in self.live()), "two jobs train"
+        job.is_training = True
+        self.every(TURN_S, lambda: self.turn(job.id), lambda: job.is_training and job.state == "RUNNING")
+
+    def turn(self, own: str = "") -> str:
+        try:
+            return turns.turn(self.directory, own=own)
+        except turns.PASSING as error:
+            return f"error: {error}"
+
+    def end_ranks(self, job: FakeJob, code: int) -> None:
+        if job.is_training and job.state == "RUNNING":
+            job.is_training = False
+            self.monkeypatch.setenv("SLURM_JOB_ID", job.id)
+            turns.end_job(self.directory, job.number, int(self.now - job.started), code)
+            self.end(job, "COMPLETED")
+
+    def end(self, job: FakeJob, state: str) -> None:
+        if job.is_live:
+            job.state, job.is_training, job.ended = state, False, self.now
+            self.later(1.0, self.schedule)
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """Return a function that makes a HostileSlurm, whose commands and clock the run then has."""
+
+    def make(*arguments, **values) -> HostileSlurm:
+        (tmp_path / "launch").mkdir()
+        fake = HostileSlurm(tmp_path, *arguments, **values)
+        fake.monkeypatch = monkeypatch
+        monkeypatch.setattr(slurm, "run", fake.run)
+        monkeypatch.setattr(record.os, "fsync", lambda file: None)
+        for module in (turns, queue, record):
+            monkeypatch.setattr(module, "time", fake)
+        return fake
+
+    return make
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_lost_and_no_limit_exceeded(hostile, seed):
+    """Jobs are killed and held at random moments, and each command fails or hangs in one of seven calls."""
+    fake = hostile(JobLimits(jobs=2 + seed % 3, node_hours=60.0), seed, faults=0.15)
+
+    def disturb() -> None:
+        for job in fake.live():
+            if fake.rng.random() < 0.02:
+                fake.end(job, "NODE_FAIL")
+            elif job.state == "PENDING" and fake.rng.random() < 0.1:
+                job.reason = "JobHeldAdmin"
+
+    fake.every(TURN_S, fake.turn, lambda: fake.steps < STEPS)  # submit --stay
+    fake.every(TURN_S, disturb, lambda: fake.steps < STEPS)
+    while fake.steps < STEPS:
+        assert fake.now < 200 * HOUR, fake.steps
+        fake.sleep(TURN_S)
+    fake.sleep(2 * HOUR)
+    begun = [job.asked["nodes"] for job in records(fake.directory) if job.begun]
+    print(f"{fake.now / HOUR:.1f} h, {len(fake.requests)} requests, layouts {begun}, {fake.kinds}")
+    assert not fake.live() and is_over(fake.directory, fake.plan) == "the run is finished"
+
+
+def two_jobs(fake: HostileSlurm) -> tuple[FakeJob, FakeJob]:
+    """Return a job that trains, and its successor."""
+    fake.turn()
+    fake.sleep(90)
+    first, successor = fake.live()
+    assert first.is_training and successor.after == first.id
+    return first, successor
+
+
+def test_a_job_that_the_user_cancels_is_not_replaced(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    fake.end(first, "CANCELLED")  # the successor starts, and leaves
+    fake.sleep(HOUR)
+    assert (successor.state, len(fake.requests), fake.live()) == ("COMPLETED", 2, [])
+    assert f"job {first.id} was cancelled" in fake.turn()
+    (fake.directory / "stop").unlink()
+    fake.turn()
+    assert len(fake.requests) == 3 and fake.live()
+
+
+def test_after_a_cancelled_successor_the_job_trains_to_its_end(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    successor.state = "CANCELLED"
+    fake.sleep(2 * HOUR)
+    assert (first.state, len(fake.requests), fake.live()) == ("COMPLETED", 2, [])
+    assert fake.steps > 40
+
+
+def test_the_run_takes_its_own_cancellations_for_no_ones(hostile):
+    """A job that an administrator holds is replaced."""
+    fake = hostile(JobLimits(jobs=2))
+    _, successor = two_jobs(fake)
+    successor.reason = "JobHeldAdmin"
+    fake.sleep(400)
+    assert successor.state == "CANCELLED" and len(fake.requests) == 3
+    assert not is_over(fake.directory, fake.plan)
+
+
+def test_of_two_turns_at_once_one_requests(hostile):
+    fake = hostile(JobLimits())
+    fake.meanwhile = [fake.turn]
+    fake.turn()
+    assert len(fake.requests) == 1
+
+
+def test_a_job_without_a_record_counts(hostile):
+    fake = hostile(JobLimits(jobs=2, node_hours=10.0))
+    fake.kills = True
+    with pytest.raises(Killed):
+        turns.turn(fake.directory)
+    fake.kills = False
+    fake.sleep(90)
+    (first, successor), found = fake.live(), records(fake.directory)
+    assert first.is_training and [job.job for job in found] == ["", successor.id]
+
+
+def test_a_job_that_starts_while_it_is_cancelled_keeps_its_place(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    successor.reason = "JobHeldAdmin"
+    fake.events.clear()
+    fake.now += 400.0
+    fake.meanwhile = [lambda: fake.start(successor)]
+    assert "has started" in fake.turn(first.id)
+    assert len(fake.requests) == 2
+
+
+@pytest.mark.parametrize("ahead", [-1e7, 1e7])
+def test_a_clock_that_was_wrong_stops_nothing(hostile, ahead):
+    fake = hostile(JobLimits())
+    fake.ahead = ahead
+    fake.turn()
+    fake.ahead = 0.0
+    fake.sleep(120)
+    assert len(fake.requests) > 1
+
+
+def test_nothing_is_requested_beyond_the_node_hours(hostile):
+    fake = hostile(JobLimits(node_hours=4.0))
+    fake.turn()
+    fake.sleep(6 * HOUR)
+    assert not fake.live() and fake.steps < STEPS
+    assert fake.turn() == "run.limits.node_hours=4 allows none"
+
+
+def test_jobs_that_fail_end_the_run_until_the_file_is_removed(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    fake.speed = 0.0
+    fake.every(TURN_S, lambda: [fake.end_ranks(job, 1) for job in fake.live()], lambda: True)
+    fake.turn()
+    fake.sleep(HOUR)
+    assert "failed without a newer checkpoint" in fake.turn() and len(fake.requests) < 6
+    (fake.directory / "stop").unlink()
+    before = len(fake.requests)
+    fake.turn()
+    fake.sleep(HOUR)
+    assert 0 < len(fake.requests) - before < 3
