@@ -128,18 +128,24 @@ launch() {
 }
 single=(srun --nodes=1 --ntasks=1 --cpus-per-task="$cpus" --mpi="${SRUN_MPI:-none}" --export=ALL)
 
+staged=() # overrides with the paths of copies on the nodes
+# shellcheck source=slurm/stage.sh
+if [ -n "${LOCKSTEP_STAGE:-}" ]; then source "$LOCKSTEP_ROOT/slurm/stage.sh"; fi
+
 in_container=() # options of srun for the container
 inside=() # prefix of a rank's command
 container=${CONTAINER:-none}
+mounts=${CONTAINER_MOUNTS:-$PWD:$PWD,$LOCKSTEP_ROOT:$LOCKSTEP_ROOT}
+if [ ${#staged[@]} != 0 ]; then mounts+=,$node_copies:$node_copies; fi
 case $container in
 none) ;;
 pyxis:*)
     in_container=(--container-image="${container#pyxis:}" --container-workdir="$PWD" --no-container-mount-home
-        --container-mounts="${CONTAINER_MOUNTS:-$PWD:$PWD,$LOCKSTEP_ROOT:$LOCKSTEP_ROOT}")
+        --container-mounts="$mounts")
     single+=("${in_container[@]}")
     ;;
 apptainer:*)
-    inside=(apptainer exec --bind "${CONTAINER_MOUNTS:-$PWD:$PWD,$LOCKSTEP_ROOT:$LOCKSTEP_ROOT}" --pwd "$PWD")
+    inside=(apptainer exec --bind "$mounts" --pwd "$PWD")
     if [ "$gpus" -gt 0 ]; then inside+=(--nv); fi
     inside+=("${container#apptainer:}")
     ;;
@@ -148,10 +154,6 @@ apptainer:*)
     exit 2
     ;;
 esac
-
-staged=() # overrides with the paths of copies on the nodes
-# shellcheck source=slurm/stage.sh
-if [ -n "${LOCKSTEP_STAGE:-}" ]; then source "$LOCKSTEP_ROOT/slurm/stage.sh"; fi
 
 # Starting, and continuing ---------------------------------------------------------------------------------------------------
 

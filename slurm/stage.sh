@@ -2,7 +2,7 @@
 # shellcheck disable=SC2154
 # Copies what every rank reads to the disk or memory of each node, one file per directory. job.sh sources this file if site.sh has
 #
-#   export LOCKSTEP_STAGE="environment=$VIRTUAL_ENV model.path=/shared/models/qwen data.train=/shared/data/train.parquet"
+#   export LOCKSTEP_STAGE="environment=$VIRTUAL_ENV model.path=/shared/models/qwen 'data.train=/shared/my data/train.parquet'"
 #
 # environment is a virtual environment, from which the ranks then start; its bytecode is compiled first. The other words are keys
 # of the config that name one file or directory; the staged path replaces their value. Read from the environment, too:
@@ -10,37 +10,82 @@
 #   LOCKSTEP_NODE_DISK        directory of each node; default /tmp; /dev/shm is the node's memory
 #
 # An archive is named after a hash of its directory's names, sizes and times, so it is built once. A node that has a copy keeps it.
+# Archives and copies that no job has used for two weeks are removed. What cannot be copied, for example to a full disk, the ranks
+# read where it is.
 
 archives=${LOCKSTEP_STAGE_ARCHIVES:-$HOME/.cache/lockstep/stage}
 node_copies=${LOCKSTEP_NODE_DISK:-/tmp}/lockstep-stage-$(id -u)
-staged=() # overrides of the config
 on_nodes=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpus-per-task=1 --mpi=none)
+# What runs on each node, with the arguments: directory of the copies, name of the copy, its number of files, name of this job's
+# archive. A copy is whole if nothing has removed a part of it, such as a cleaner of /tmp. Another job may unpack the same copy.
+# shellcheck disable=SC2016 # expanded on each node
+prepare='mkdir -p -m 700 "$1" && [ -O "$1" ] && [ ! -L "$1" ] || { echo "$1 belongs to another user" >&2; exit 1; }
+    find "$1" -mindepth 1 -maxdepth 1 -not -name lock -mtime +14 -exec rm -rf {} +'
+# shellcheck disable=SC2016
+whole='[ -O "$1" ] && [ ! -L "$1" ] && [ "$(find "$1/$2" 2>/dev/null | wc -l)" -ge "$3" ] && touch "$1/$2"'
+# shellcheck disable=SC2016
+unpack='set -eu; umask 077; trap '\''rm -rf "$1/$4" "$1/$4.new"'\'' EXIT
+    exec 9>"$1/lock"; flock 9
+    if '$whole'; then exit 0; fi
+    rm -rf "$1/$4.new"; mkdir "$1/$4.new"; tar -C "$1/$4.new" -xf "$1/$4"
+    rm -rf "${1:?}/$2"; mv -T "$1/$4.new" "$1/$2"'
 
-# Print the hash of file or directory $1.
-hash_of() { find "$1" -printf '%P %s %T@ %l\n' | LC_ALL=C sort | sha256sum | cut -c 1-16; }
-
-# Print the archive of file or directory $1 with hash $2, which is built if it does not exist.
-archive_of() {
-    local archive=$archives/$2.tar partial
-    if [ ! -f "$archive" ]; then
-        partial=$(mktemp "$archives/.partial.XXXXXX")
-        tar -C "$(dirname "$1")" -cf "$partial" "$(basename "$1")"
-        mv "$partial" "$archive"
-    fi
-    echo "$archive"
+# Set mark and count to the hash and the number of files of file or directory $1.
+look_at() {
+    local listing
+    listing=$(find "$1" -printf '%P %s %T@ %l\n' | LC_ALL=C sort)
+    mark=$(sha256sum <<<"$listing" | cut -c 1-16) count=$(wc -l <<<"$listing")
 }
 
-# Copy file or directory $1 with hash $2 to every node, and set copy to its path there.
+# Build the archive of $1, which look_at has seen, if there is none.
+build_archive() {
+    local seen=$mark partial
+    archive=$archives/$mark.tar
+    if [ -f "$archive" ]; then touch "$archive" && return; fi
+    partial=$(mktemp "$archives/.partial.XXXXXX") || return
+    tar -C "$(dirname "$1")" -cf "$partial" "$(basename "$1")" && sync "$partial" && look_at "$1" &&
+        [ "$mark" = "$seen" ] && mv "$partial" "$archive" && return
+    rm -f "$partial"
+    return 1
+}
+
+# Copy $1, which look_at has seen, to every node; set copy to its path there.
 copy_to_nodes() {
-    local archive
-    copy=$node_copies/$2/$(basename "$1")
-    if "${on_nodes[@]}" --kill-on-bad-exit=0 test -e "$copy" 2>/dev/null; then return; fi
-    archive=$(archive_of "$1" "$2")
-    "${on_nodes[@]}" mkdir -p -m 700 "$node_copies"
-    sbcast --force "$archive" "$node_copies/$2.tar"
-    # shellcheck disable=SC2016 # expanded on each node
-    "${on_nodes[@]}" bash -c 'set -e; [ -O "$1" ]; rm -rf "$1/$2.new"; mkdir "$1/$2.new"; tar -C "$1/$2.new" -xf "$1/$2.tar"
-        rm -rf "$1/$2" "$1/$2.tar"; mv -T "$1/$2.new" "$1/$2"' stage "$node_copies" "$2"
+    local here=("$node_copies" "$mark" "$((count + 1))" "job-$SLURM_JOB_ID.tar")
+    copy=$node_copies/$mark/$(basename "$1")
+    if "${on_nodes[@]}" --kill-on-bad-exit=0 bash -c "$whole" whole "${here[@]}" 2>/dev/null; then return; fi
+    build_archive "$1" && "${on_nodes[@]}" bash -c "$prepare" prepare "${here[@]}" &&
+        sbcast --force "$archive" "$node_copies/${here[3]}" && "${on_nodes[@]}" bash -c "$unpack" unpack "${here[@]}" && return
+    "${on_nodes[@]}" rm -f "$node_copies/${here[3]}"
+    return 1
+}
+
+# Copy word $1 of LOCKSTEP_STAGE.
+stage() {
+    local source=${1#*=} mark count archive copy
+    if [[ $1 != *=* || ! -e $source ]]; then
+        say "LOCKSTEP_STAGE has '$1', but must have words KEY=PATH with files or directories that exist" >&2
+        exit 2
+    fi
+    if [[ $1 == environment=* && ${CONTAINER:-none} != none ]]; then
+        say "LOCKSTEP_STAGE has an environment, but a container brings its own; leave it out" >&2
+        exit 2
+    fi
+    source=$(realpath "$source")
+    look_at "$source"
+    if [[ $1 == environment=* && ! -f $archives/$mark.tar ]]; then
+        "$source/bin/python" -m compileall -q "$source/lib" >/dev/null 2>&1 || true # a file of a package may be no valid Python
+        look_at "$source"
+    fi
+    if ! copy_to_nodes "$source"; then
+        say "not staged, because of the error above or a change meanwhile: the ranks read $source" >&2
+        return
+    fi
+    say "staged on each node: $copy"
+    case $1 in
+    environment=*) export PYTHON=$copy/bin/python PATH=$copy/bin:$PATH VIRTUAL_ENV=$copy ;;
+    *) staged+=("${1%%=*}=$copy") ;;
+    esac
 }
 
 if [ -n "${SLURM_HET_SIZE:-}" ]; then
@@ -49,23 +94,10 @@ if [ -n "${SLURM_HET_SIZE:-}" ]; then
 fi
 mkdir -p "$archives"
 chmod go-rwx "$archives"
-for word in $LOCKSTEP_STAGE; do
-    source=$(realpath "${word#*=}")
-    mark=$(hash_of "$source")
-    if [ "${word%%=*}" = environment ]; then
-        if [ "${CONTAINER:-none}" != none ]; then
-            say "LOCKSTEP_STAGE has an environment, but a container brings its own; leave it out" >&2
-            exit 2
-        fi
-        if [ ! -f "$archives/$mark.tar" ]; then
-            "$source/bin/python" -m compileall -q "$source/lib" >/dev/null 2>&1 || true # a file of a package may be no valid Python
-            mark=$(hash_of "$source")
-        fi
-    fi
-    copy_to_nodes "$source" "$mark"
-    case $word in
-    environment=*) export PYTHON=$copy/bin/python PATH=$copy/bin:$PATH VIRTUAL_ENV=$copy ;;
-    *) staged+=("${word%%=*}=$copy") ;;
-    esac
-done
-say "staged on each node in $node_copies: $LOCKSTEP_STAGE"
+find "$archives" -maxdepth 1 \( -name '????????????????.tar' -o -name '.partial.*' \) -mtime +14 -delete || true
+stage_all() {
+    local overrides word
+    split "$LOCKSTEP_STAGE"
+    for word in "${overrides[@]}"; do stage "$word"; done
+}
+stage_all
