@@ -53,8 +53,8 @@ def add_anywhen(parser: argparse.ArgumentParser) -> None:
 def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, command: str) -> int:
     """Write the plan and the batch file of the run, and take its first turns; return the exit code.
 
-    If the run has jobs in the queue, no other one is requested. command: the command line, for a comment in
-    the file.
+    With jobs of the run in the queue, no more are requested than its limits allow. command: the command line,
+    for a comment in the file.
     """
     if resources.scheduler != "slurm":
         raise ConfigError(f"--scheduler={resources.scheduler}: --anywhen asks Slurm; leave it out.")
@@ -63,7 +63,7 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
     logs = directory.parent / LOGS
     make_private(directory.parent)
     logs.mkdir(exist_ok=True)
-    name = f"{config.run.name}-{hashlib.sha256(str(directory).encode()).hexdigest()[:6]}"
+    name = f"{config.run.name}-{hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:6]}"
     resources.requeue = False
     text = batch_file.render(
         resources, name=name, logs=logs, configs=arguments.config, overrides=overrides, command=command

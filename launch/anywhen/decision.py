@@ -60,7 +60,8 @@ class Plan:
     not_before: float = 0.0
     """Unix time before which no job starts."""
     name: str = ""
-    """Beginning of the jobs' names; the number of the request follows."""
+    """Beginning of the jobs' names, of which the last part stands for the run directory; the number of the
+    request follows."""
     file: str = ""
     """The batch file."""
 

@@ -25,11 +25,11 @@ HELD = ("JobHeldAdmin", "launch")
 
 def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[str]]:
     """Return the run's jobs in the queue, those that end included, and the ids of cancelled ones."""
-    queued, cancelled = [], []
+    own, queued, cancelled = plan.name.rpartition("-")[2], [], []
     form = "%i|%T|%D|%l|%S|%r|%E|%j"
     for row in slurm.table(8, "squeue", "--me", "-h", "-t", "all", "-o", form):
         job, state, nodes, limit, start, reason, after, name = row
-        number = re.fullmatch(re.escape(plan.name) + r"-(\d+)", name)
+        number = re.fullmatch(rf".*-{own}-(\d+)", name)  # run.name may have changed
         if number is None:
             continue
         if state in ENDED:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -176,12 +177,36 @@ def test_a_hostile_scheduler_loses_nothing(slurm, toy, tmp_path):
     assert_planned(run.directory, tmp_path)
 
 
+def write_paced(run: Run, directory: Path) -> str:
+    """Write an interpreter that sleeps in place of training, and return its path."""
+    path = directory / "paced"
+    path.write_text(PACED.format(python=sys.executable, run=run.directory))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_a_cancelled_job_ends_the_run_of_two_users_commands(cluster, toy, tmp_path):
+    """Two commands at once make one request. After scancel nothing is requested, and the successor leaves."""
+    run = Run(cluster, toy, tmp_path, most=1, start_s=10.0)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: run.submit(PYTHON=write_paced(run, tmp_path)), range(2)))
+    assert len(run.requests) == 1
+    wait_for(lambda: status(run.directory)["step"] and len(run.requests) > 1, "a successor")
+    cluster.run("scancel", run.requests[0].job)
+    wait_for(lambda: not run.in_queue(), "the end of the run")
+    found = run.requests
+    run.submit()
+    assert run.requests == found and (run.anywhen / "stop").read_text() == f"job {found[0].job} was cancelled"
+    assert not any(job.begun and job.ended.get("code") != 3 for job in found[1:])
+
+
 def disturb(cluster: Cluster, kind: str, rng: random.Random, jobs: list[dict[str, str]]) -> bool:
     """Do what an administrator does to a run's jobs; return False if there is no job for it."""
     if kind == "kill":
-        job = rng.choice([job for job in jobs if job["state"] == "RUNNING"] or jobs)["id"]
-        cluster.run("scancel", "--full", "--signal=KILL", job)
-        cluster.run("scancel", job)
+        running = [job["id"] for job in jobs if job["state"] == "RUNNING"]
+        if not running:
+            return False
+        cluster.run("scancel", "--full", "--signal=KILL", rng.choice(running))
     elif kind == "refuse":
         cluster.run("scontrol", "update", "PartitionName=main", "State=DRAIN")
         time.sleep(15)
@@ -215,16 +240,14 @@ def test_a_run_in_holes_beside_one_fixed_job(slurm, toy, tmp_path, seed):
         run = Run(other, toy, tmp_path, most=8, start_s=10.0)
         file = Path(run.plan["file"])
         file.write_text(re.sub("#SBATCH --signal.*\n", "", file.read_text()))  # a minute early, for Slurm
-        ranks = tmp_path / "paced"
-        ranks.write_text(PACED.format(python=sys.executable, run=run.directory))
-        ranks.chmod(ranks.stat().st_mode | stat.S_IXUSR)
+        ranks = write_paced(run, tmp_path)
         with other_users(one, tmp_path, seed), other_users(other, tmp_path, seed):
             began = time.time()
             wrap = f"--wrap=sleep {5 + STEPS * STEP_S:.0f}"
             fixed = one.submit(f"--nodes={FIXED}", "--exclusive", "--time=3", wrap, cwd=tmp_path)
             while status(run.directory)["state"] != "finished":
                 if not run.in_queue() or len(run.requests) < JOBS:
-                    run.submit(PYTHON=str(ranks))
+                    run.submit(PYTHON=ranks)
                 time.sleep(2)
             job = one.wait(fixed)
     lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]

@@ -268,12 +268,15 @@ def hostile(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_and_no_limit_exceeded(hostile, seed):
-    """Jobs are killed and held at random moments, and each command fails or hangs in one of seven calls."""
+    """Jobs are killed and held at random moments, and each command fails or hangs in one of seven calls. The
+    clock of the run's machines jumps by hours."""
     fake = hostile(JobLimits(jobs=2 + seed % 3, node_hours=60.0), seed, faults=0.15)
 
     def disturb() -> None:
+        if fake.rng.random() < 0.02:
+            fake.ahead = fake.rng.choice([-86400.0, -3600.0, 0.0, 30.0, 3600.0])
         for job in fake.live():
             if fake.rng.random() < 0.02:
                 fake.end(job, "NODE_FAIL")
