@@ -45,6 +45,8 @@ from rl.run_directory.metric_log import read_records
 
 LONGEST_WAIT_S = 1800.0
 """Maximum wait of a new job for the end of the job that trains."""
+POLL_S = 5.0
+"""Seconds between two looks at the queue while a new job waits."""
 SIGNAL_S = 20.0
 """Seconds between two signals to a job that is to stop."""
 LAST_TURNS = 5
@@ -152,22 +154,22 @@ def start_job(directory: Path, number: int, seconds: int) -> int:
             plan = load(directory)
             now = view(directory, plan, own=own)
             mine = next(job for job in now.jobs if job.id == own)
-            before = (job for job in now.jobs if job.started and job.order < mine.order)
-            earlier = [job.id for job in before if job.has_ranks or job.is_ending]
+            before = [job for job in now.jobs if job.started and job.order < mine.order]
+            training = [job.id for job in before if job.has_ranks and not job.is_ending]
             size = size_of(plan, mine.nodes)
             if is_over(directory, plan) or size.nodes != mine.nodes:
                 break
-            if not earlier:
+            if not training and not any(job.is_ending for job in before):
                 print("\n".join(size.overrides))
                 return 0
             if not signalled and not takes_over(plan, now, mine):
                 break
-            if time.monotonic() - signalled > SIGNAL_S:
-                slurm.run("scancel", "--signal=USR2", *earlier)
+            if training and time.monotonic() - signalled > SIGNAL_S:
+                slurm.run("scancel", "--signal=USR2", *training)
                 signalled = time.monotonic()
         except PASSING as error:
             _report(error)
-        time.sleep(2)
+        time.sleep(POLL_S)
     note(directory, number, "ended", code=LEAVES, seconds=seconds + time.monotonic() - began)
     return LEAVES
 
