@@ -105,11 +105,11 @@ def records(directory: Path) -> list[JobRecord]:
     out = []
     for path in sorted(directory.glob("[0-9]*-asked.json")):
         number = path.name[:6]
-        *events, job = (
+        asked, begun, ended, left, job = (
             read_object(directory / f"{number}-{event}.json")
             for event in ("asked", "begun", "ended", "left", "job")
         )
-        out.append(JobRecord(int(number), *events, str(job.get("job", ""))))
+        out.append(JobRecord(int(number), asked, begun, ended, left, str(job.get("job", ""))))
     return out
 
 
