@@ -63,7 +63,8 @@ def start_of(
 ) -> tuple[dict[str, object], Estimate]:
     """Return the layout with which the search starts, and its estimate; {} for the config's own layout.
 
-    known: keyword arguments of `estimate`, the mean lengths and the shape of the model. Raises ConfigError, about the config's own layout, if that is invalid on so many GPUs and no other fits.
+    known: keyword arguments of `estimate`, the mean lengths and the shape of the model. Raises ConfigError,
+    about the config's own layout, if that is invalid on so many GPUs and no other fits.
     """
     try:
         return {}, estimate(config, gpus, hardware, plan=False, **known)
