@@ -107,15 +107,11 @@ def generate(task: str, case: str, number: str) -> None:
     from vllm.inputs import TokensPrompt
 
     found = PeerStep(**json.loads(case))
-    tokenizer = AutoTokenizer.from_pretrained(f"{task}/model")
+    tokenizer: Any = AutoTokenizer.from_pretrained(f"{task}/model")
     rows = Dataset.from_parquet(f"{task}/train.parquet", cache_dir=f"{task}/cache-{number}")
     chats = rows["prompt"][int(number) : found.prompts : CORES]
-    prompts = [
-        TokensPrompt(
-            prompt_token_ids=tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        )
-        for chat in chats
-    ]
+    rendered = (tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats)
+    prompts = [TokensPrompt(prompt_token_ids=each["input_ids"]) for each in rendered]
     engine = LLM(
         f"{task}/model",
         dtype="float32",
@@ -134,4 +130,5 @@ def generate(task: str, case: str, number: str) -> None:
 
 
 if __name__ == "__main__":
-    {"turns": take_turns, "engine": generate}[sys.argv[1]](*sys.argv[2:])
+    parts: dict[str, Callable[..., None]] = {"turns": take_turns, "engine": generate}
+    parts[sys.argv[1]](*sys.argv[2:])
