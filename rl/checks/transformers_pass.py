@@ -86,7 +86,7 @@ def logprobs_of_files(directory: str, temperature: float, dtype: torch.dtype) ->
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = dict(local_files_only=True, trust_remote_code=False)
+    options: dict[str, Any] = dict(local_files_only=True, trust_remote_code=False)
     config = AutoConfig.from_pretrained(directory, **options)
     correct(config)
     options |= dict(dtype=torch.float32, attn_implementation="eager")  # others do not cap scores

@@ -1,6 +1,7 @@
 """Compares an image's patches with those of transformers, as trainer and engine get the same ones."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from PIL import Image as Pillow
@@ -18,7 +19,7 @@ def check_patches(prompts: Sequence[Prompt], directory: str, max_pixels: int) ->
         return
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    limit = {"max_pixels": max_pixels} if max_pixels else {}
+    limit: dict[str, Any] = {"max_pixels": max_pixels} if max_pixels else {}
     processor = Qwen2VLImageProcessorPil.from_pretrained(directory, **limit)
     expected = processor(Pillow.fromarray(image.pixels), return_tensors="np")
     grid, patches = tuple(expected["image_grid_thw"][0].tolist()), expected["pixel_values"]

@@ -260,9 +260,11 @@ class BitwisePolicy(Policy):
         chunk: int,
         outputs: tuple[str, ...] = OUTPUTS,
         logits_filter: LogitsFilter | None = None,
+        cap: float | None = None,
     ) -> tuple[Tensor, ...]:
         """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise equal to the engine's."""
         assert logits_filter is None, "the bitwise log-softmax is over the whole vocabulary"
+        assert cap is None, "no model with Megatron's layers caps its logits"
 
         def of(compute: Callable) -> Callable:
             return partial(
