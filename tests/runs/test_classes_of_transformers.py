@@ -30,6 +30,7 @@ CASES = {
     "CohereForCausalLM": ("algorithm=ppo", "training.recompute=full"),
     "Cohere2ForCausalLM": (),
     "Starcoder2ForCausalLM": LORA,
+    "NemotronHForCausalLM": (),
 }
 """Family -> settings, besides GRPO on two ranks that share the weights."""
 

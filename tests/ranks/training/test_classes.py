@@ -35,6 +35,6 @@ def test_a_class_of_transformers_trains_and_is_served(tmp_path, case):
     checkpoints = [save_tiny(architecture, tmp_path / n, seed=seed, tie=tie) for seed, n in enumerate("ab")]
     run_ranks(2, WORKER, *checkpoints, tmp_path, rollout_tp, *LAYOUTS, timeout=600)
     results = json.loads((tmp_path / "out.json").read_text())
-    assert_equal_logprobs(results, LAYOUTS)
+    assert_equal_logprobs(results, LAYOUTS, fallback=case == "states")  # vLLM holds -exp(A_log)
     assert_equal_gradients(results, LAYOUTS)
     assert_same_tensors(tmp_path / "export", tmp_path / "b")
