@@ -72,4 +72,5 @@ def test_a_run_continues_with_the_other_backend(config, tmp_path, family, first,
     cut_back(straight, changed)
     found = train(1, config, f"training.backend={second}", *keys, run=changed)
     for key in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm"):
-        assert found[-1][key] == pytest.approx(expected[-1][key], rel=1e-5)
+        # In the first two, terms of size 1 cancel; Megatron's own on another number of ranks differ by 7e-8.
+        assert found[-1][key] == pytest.approx(expected[-1][key], rel=1e-5, abs=1e-6)
