@@ -22,6 +22,7 @@ from rl.checkpoint.shards import Shard, ShardReader
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.collectives import gather_objects
+from rl.runtime.names import listed
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import MASTER, optimizer_parts, release_masters, step_counters
 from rl.training.weights import WeightMap
@@ -153,9 +154,8 @@ def in_words(tensors: Sequence[str], models: Mapping[str, TrainingEngine]) -> tu
     """
     holders = gather_objects({part for name, model in models.items() for part in checksums(name, model)})
     ranks = [str(rank) for rank, names in enumerate(holders) if names & set(tensors)]
-    more = f" and {len(tensors) - 4} more tensors" if len(tensors) > 4 else ""
     where = f"rank {', '.join(ranks)}" if ranks else "any rank, because none holds them"
-    return f"{', '.join(tensors[:4])}{more}", where
+    return listed(tensors), where
 
 
 def model_shards(name: str, engine: TrainingEngine, *, with_reference: bool = False) -> Iterator[Shard]:

@@ -88,9 +88,8 @@ class NewDirectory:
 
 def differing(names: list[str]) -> str:
     """Return a message about tensors of the files that differ from the model's; "" if there are none."""
-    return (
-        f"{', '.join(names[:4])} in the files differ from the model's, {len(names)} in all" if names else ""
-    )
+    text = f"{', '.join(names[:4])} in the files differ from the model's, {len(names)} in all"
+    return text if names else ""
 
 
 def raise_problem(directory: Path, problem: str | None) -> None:
@@ -185,9 +184,9 @@ def _problem(directory: Path, index: dict[str, str], weights: list[Weight], expe
     reader, wrong = TensorReader(files, weights), []
     for weight in weights:
         for name, shape in zip(weight.hf, weight.shapes):
-            if not files.keys() >= stored_shapes(weight).keys():
-                wrong.append(name)
-            elif int(placed_checksum(reader.read(name, whole(shape)).contiguous())) % 2**64 != expected[name]:
+            is_there = files.keys() >= stored_shapes(weight).keys()
+            found = placed_checksum(reader.read(name, whole(shape)).contiguous()) if is_there else None
+            if found is None or int(found) % 2**64 != expected[name]:
                 wrong.append(name)
     return differing(wrong)
 

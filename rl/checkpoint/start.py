@@ -1,11 +1,9 @@
 """Comparison of the models before their first update with the weights and states that the run started from.
 
 Between the load and the first update, the first refit, memory sharing, adapters and the reference access the
-models. Without this comparison, nobody would notice if one of them changed a model, and the run would learn
-from the changed model.
+models. If one of them changed a model, the run would learn from the changed model.
 """
 
-import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -21,8 +19,10 @@ from rl.checkpoint.contents import (
     summed,
     total_checksums,
 )
+from rl.models.boxes import whole
 from rl.models.files import TensorReader, tensor_files
 from rl.runtime.checksum import placed_checksum
+from rl.runtime.names import listed, one_of_each_kind
 from rl.training.engine import TrainingEngine
 from rl.training.weights import full_weights
 
@@ -56,26 +56,19 @@ class Start:
 
         Raises ChangedSinceStart on every rank. Collective over the world.
         """
-        if model.num_updates:
-            found = buffer_checksums(name, model)
-            if wrong := [tensor for tensor, value in found.items() if self._sums.get(tensor) != value]:
-                tensors, where = in_words(wrong, {name: model})
-                raise ChangedSinceStart(
-                    f"{tensors} of the {name} have changed since the run started, on {where}, but they must "
-                    "not learn: an update or another part of the program writes to them."
-                )
-            return
-        found = total_checksums({name: model})
-        own = {tensor: value for tensor, value in self._sums.items() if tensor.startswith(f"{name}/")}
-        if wrong := [tensor for tensor in own | found if own.get(tensor) != found.get(tensor)]:
-            tensors, where = in_words(wrong, {name: model})
+        is_first, models = not model.num_updates, {name: model}
+        found = total_checksums(models) if is_first else buffer_checksums(name, model)
+        own = [tensor for tensor in self._sums if is_first and tensor.startswith(f"{name}/")]
+        if wrong := [key for key in dict.fromkeys((*own, *found)) if self._sums.get(key) != found.get(key)]:
+            tensors, where = in_words(wrong, models)
+            when, what, cause = "", "have changed since the run started, but must not learn", "an update"
+            if is_first:
+                when, cause = f"before the first update of the {name}, ", "a refit, memory sharing"
+                what = f"are not what they were when the run started from {self._source}"
             raise ChangedSinceStart(
-                f"before the first update of the {name}, {tensors} are not what they were when the run "
-                f"started from {self._source}, on {where}: a refit, memory sharing or another part of the "
-                "program wrote to them."
+                f"{when}{tensors} {what}, on {where}: {cause} or another part of the program wrote to them."
             )
-        steps = describe(model)["optimizer_step"]
-        if steps != self._steps[name]:
+        if is_first and (steps := describe(model)["optimizer_step"]) != self._steps[name]:
             raise ChangedSinceStart(
                 f"before the first update of the {name}, its optimizer counts {steps} steps instead of "
                 f"{self._steps[name]} of {self._source}; Adam's bias correction would be wrong."
@@ -83,12 +76,11 @@ class Start:
 
 
 def check_loaded(name: str, model: TrainingEngine, *, is_new: bool = True) -> None:
-    """Compare a model with the files that it was loaded from: one tensor of each kind.
+    """Compare a model with the files that it was loaded from: one tensor of each kind of name.
 
-    Engine and trainer have the same weights even if both are wrong, so no later check finds a wrong load. A
-    kind is a name without the numbers of layer and expert, for example the q_proj of all layers. Quantised
-    files and a frozen base are not compared. Raises ChangedSinceStart on every rank. Collective over the
-    world.
+    Engine and trainer have the same weights even if both are wrong, so no later check finds a wrong load.
+    Quantised files and a frozen base are not compared. Raises ChangedSinceStart on every rank. Collective
+    over the world.
 
     is_new: whether adapters are new. If so, the weights with them must be the files', up to rounding.
     """
@@ -96,34 +88,28 @@ def check_loaded(name: str, model: TrainingEngine, *, is_new: bool = True) -> No
     if "quantization_config" in weights.hf or (model.has_frozen_weights and not is_new):
         return
     files = tensor_files(model.spec.path, weights.weights)
-    expected, kinds = {}, dict[str, list[str]]()
-    for weight in weights.weights:
-        for tensor, shape in zip(weight.hf, weight.shapes):
-            expected[tensor] = shape, torch.float32 if weight.float32 else weights.dtype
-            if tensor in files:
-                kinds.setdefault(re.sub(r"\d+", "*", tensor), []).append(tensor)
-    chosen = [members[len(kinds) * 7 % len(members)] for members in kinds.values()]
+    tensors = [(tensor, shape, w) for w in weights.weights for tensor, shape in zip(w.hf, w.shapes)]
+    chosen = one_of_each_kind([each for each in tensors if each[0] in files], lambda each: each[0])
     reader, mine = TensorReader(files, weights.weights), dict[str, int]()
     if model.has_frozen_weights:
-        some = [weight for weight in weights.weights if set(weight.hf) & set(chosen)]
-        found = full_weights(weights.over(some, weights.parameters), model.parts.merging())
-        for tensor, value in found:
-            exact = reader.read(tensor, tuple((0, n) for n in value.shape)).to(value.device).float()
-            if not (value.float() - exact).norm() <= ADAPTED * exact.norm():
+        some = list({weight.hf: weight for _, _, weight in chosen}.values())
+        for tensor, value in full_weights(weights.over(some, weights.parameters), model.parts.merging()):
+            exact = reader.read(tensor, whole(value.shape)).to(value.device).float()
+            gap = float((value.float() - exact).norm() / exact.norm().clamp(min=1e-30))
+            if not gap <= ADAPTED:
                 raise ChangedSinceStart(
                     f"{tensor} of the {name} with its new adapter differs from {model.spec.path} by "
-                    f"{float((value.float() - exact).norm() / exact.norm()):.3g} of its size: an adapter "
-                    "must not change the model at the start, and a part that it takes over is subtracted."
+                    f"{gap:.3g} of its size, but an adapter must not change the model at the start."
                 )
         return
-    for tensor in chosen[dist.get_rank() :: dist.get_world_size()]:
-        shape, dtype = expected[tensor]
-        mine[tensor] = int(placed_checksum(reader.read(tensor, tuple((0, n) for n in shape)).to(dtype)))
+    for tensor, shape, weight in chosen[dist.get_rank() :: dist.get_world_size()]:
+        dtype = torch.float32 if weight.float32 else weights.dtype
+        mine[tensor] = int(placed_checksum(reader.read(tensor, whole(shape)).to(dtype)))
     own = exported_checksums(model, weights, model.parts.merging())
     if wrong := [tensor for tensor, value in summed(mine).items() if own.get(tensor) != value]:
         raise ChangedSinceStart(
-            f"{', '.join(wrong[:4])} of the {name} are not those in the files of {model.spec.path}, "
-            f"{len(wrong)} of {len(chosen)} that were compared: the load or the layout in rl/models is wrong."
+            f"{listed(wrong)} of the {name} are not those in the files of {model.spec.path}, {len(wrong)} of "
+            f"{len(chosen)} that were compared: the load or the layout in rl/models is wrong."
         )
 
 

@@ -1,4 +1,1 @@
-"""Checks that run in every step and find errors that no phase would notice.
-
-The class `Checks` has one method for each moment of a step at which checks run.
-"""
+"""Checks that run in every step and find errors that no phase would notice."""

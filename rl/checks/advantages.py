@@ -2,12 +2,9 @@
 weights of `objective.filtration`.
 
 Nothing here calls `rl.objectives`: each formula is written again. The numbers of the algorithm must agree
-with it up to float32 rounding. If the algorithm whitens the advantages over the batch, they may also differ
-by a shift and a scale; the advantages of the whole batch must then have a mean of 0 and a variance of at most
-1.
-
-Not computed again: estimators without an entry in FORMULAS, advantages to which a teacher contributes, and
-the numbers of a user's algorithm.
+with it up to float32 rounding; whitened advantages also up to a shift and a scale, with a mean of 0 and a
+variance of at most 1 over the batch. Not computed again: estimators without an entry in FORMULAS, advantages
+to which a teacher contributes, and the numbers of a user's algorithm.
 """
 
 import math
@@ -32,6 +29,8 @@ NOT_REWARDS = {"acc", "failed", "judge", "reward_model", "score"}
 """Details of a score that gdpo does not treat as rewards."""
 GroupValues = Sequence[float | np.ndarray] | np.ndarray
 """For each sample of a group one number, or one number for each counted token."""
+OfGroup = Callable[["_Numbers", list[int]], GroupValues]
+"""Advantages of a group, from the numbers of a batch and the samples of the group."""
 
 
 class _Numbers:
@@ -103,9 +102,8 @@ def check_kl_coef(batch: Batch, config: Config, before: float, after: float, *, 
         means = (np.bincount(sample, terms) / sizes.clip(1))[sizes > 0]
         error = np.clip(means.mean() / penalty.target - 1, -0.2, 0.2) if len(means) else -0.2
         expected = before * (1 + moves * error * len(means) / penalty.horizon)
-    _check_coef(
-        "objective.reward_kl", after, expected, f"{before:.6g} and {len(samples)} samples of the step"
-    )
+    given = f"{before:.6g} and {len(samples)} samples of the step"
+    _check_coef("objective.reward_kl", after, expected, given)
 
 
 def check_entropy_coef(
@@ -118,17 +116,15 @@ def check_entropy_coef(
     low = entropy <= control.target
     after = min(max(before + (control.delta if low else -control.delta), control.low), control.high)
     for value, expected in zip(found, (before * low, after), strict=True):
-        _check_coef(
-            "objective.adaptive_entropy", value, expected, f"{before:.6g} and the entropy {entropy:.4g}"
-        )
+        given = f"{before:.6g} and the entropy {entropy:.4g}"
+        _check_coef("objective.adaptive_entropy", value, expected, given)
 
 
 def _check_coef(key: str, found: float, expected: float, given: str) -> None:
     if not math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-12):
         raise CheckFailed(
             f"coefficient check: {key} has the coefficient {found:.6g}, but its formula makes it "
-            f"{expected:.6g} from {given}: it moved by another count or value, in the wrong direction, or "
-            "twice."
+            f"{expected:.6g} from {given}: it moved by another count or value, or in the wrong direction."
         )
 
 
@@ -260,7 +256,7 @@ def _check_whitened(numbers: _Numbers, pairs: list[tuple[int, np.ndarray]]) -> N
 # Formulas --------------------------------------------------------------------------------------------------
 
 
-def _relative(x: np.ndarray, *, by_std: bool = False) -> np.ndarray:
+def _relative(x: np.ndarray, by_std: bool = False) -> np.ndarray:
     """Return numbers minus their mean, divided by their standard deviation if `by_std`."""
     return (x - x.mean()) / (_std(x) + EPS if by_std else 1.0)
 
@@ -269,22 +265,9 @@ def _std(x: np.ndarray) -> float:
     return float(x.std(ddof=1)) if len(x) > 1 else 0.0
 
 
-def _grpo(numbers: _Numbers, group: list[int]) -> GroupValues:
-    return _relative(numbers.rewards[group], by_std=numbers.goal.normalize_by_std)
-
-
-def _centred(numbers: _Numbers, group: list[int]) -> GroupValues:
-    return _relative(numbers.rewards[group])
-
-
-def _rloo(numbers: _Numbers, group: list[int]) -> GroupValues:
-    x = numbers.rewards[group]
-    return x - (x.sum() - x) / (len(x) - 1) if len(x) > 1 else x * 0
-
-
-def _maxrl(numbers: _Numbers, group: list[int]) -> GroupValues:
-    x = numbers.rewards[group]
-    return _relative(x) / (x.mean() + EPS)
+def _passk(x: np.ndarray, by_std: bool) -> np.ndarray:
+    gain = x.max() - np.sort(x)[-2] if len(x) > 1 else 0.0
+    return gain / (_std(x) + EPS if by_std else 1.0) * (x == x.max())
 
 
 def _opo(numbers: _Numbers, group: list[int]) -> GroupValues:
@@ -295,12 +278,6 @@ def _opo(numbers: _Numbers, group: list[int]) -> GroupValues:
 def _gpg(numbers: _Numbers, group: list[int]) -> GroupValues:
     differing = sum(len(each) for each in numbers.groups if np.ptp(numbers.rewards[each]) > 0)
     return len(numbers.rewards) / max(differing, 1) * _relative(numbers.rewards[group])
-
-
-def _grpo_passk(numbers: _Numbers, group: list[int]) -> GroupValues:
-    x = numbers.rewards[group]
-    gain = x.max() - np.sort(x)[-2] if len(x) > 1 else 0.0
-    return gain / (_std(x) + EPS if numbers.goal.normalize_by_std else 1.0) * (x == x.max())
 
 
 def _gdpo(numbers: _Numbers, group: list[int]) -> GroupValues:
@@ -314,10 +291,6 @@ def _gdpo(numbers: _Numbers, group: list[int]) -> GroupValues:
         return np.sum([w * part for w, part in zip(weights, parts)], axis=0)
 
     return totals(group) / (_std(np.concatenate([totals(each) for each in numbers.groups])) + EPS)
-
-
-def _remax(numbers: _Numbers, group: list[int]) -> GroupValues:
-    return numbers.rewards[group] - numbers.samples.column("baselines")[group].double().numpy()
 
 
 def _filtration(scores: np.ndarray, group: list[int], goal: Objective) -> GroupValues:
@@ -334,7 +307,7 @@ def _filtration(scores: np.ndarray, group: list[int], goal: Objective) -> GroupV
     return [draws[np.sort(own) == score].mean() for score in own]
 
 
-def _to_go(x: np.ndarray, gamma: float) -> np.ndarray:
+def _to_go(x: np.ndarray, gamma: float = 1.0) -> np.ndarray:
     """Return for each number the discounted sum of the numbers from it to the last one."""
     found = x.copy()
     for t in range(len(x) - 2, -1, -1):
@@ -342,8 +315,23 @@ def _to_go(x: np.ndarray, gamma: float) -> np.ndarray:
     return found
 
 
-def _reinforce_pp(numbers: _Numbers, group: list[int]) -> GroupValues:
-    return [_to_go(numbers.tokens("token_rewards", sample), numbers.goal.gamma) for sample in group]
+def _optimal_token_baseline(numbers: _Numbers, group: list[int]) -> GroupValues:
+    """arXiv:2602.07078: a mean of the rewards to go at each position, weighted with the energies up to it."""
+    to_go = [_to_go(numbers.tokens("token_rewards", sample)) for sample in group]
+    energies, is_weighted = [], "loss_weights" in numbers.samples.extra
+    for sample in group:
+        p, squares = np.exp(numbers.tokens("old_logprobs", sample)), numbers.tokens("sum_p_squared", sample)
+        weights = numbers.tokens("loss_weights", sample) if is_weighted else 1.0
+        energies.append(np.cumsum((1 - 2 * p + squares).clip(0) * weights**2))
+    found = [row.copy() for row in to_go]
+    for t in range(max(map(len, to_go))):
+        own = [row for row in range(len(group)) if len(to_go[row]) > t]
+        if len(own) > 1 or len(group) == 1 or not numbers.goal.kwargs.get("zero_tail", True):
+            shares = [energies[row][t] for row in own]
+            baseline = np.average([to_go[row][t] for row in own], weights=shares if any(shares) else None)
+            for row in own:
+                found[row][t] -= baseline
+    return found
 
 
 def _gae(numbers: _Numbers, group: list[int]) -> GroupValues:
@@ -362,17 +350,23 @@ def _summed_errors(numbers: _Numbers, sample: int, lam: float) -> np.ndarray:
     return _to_go(rewards + gamma * np.append(values[1:], 0.0)[: len(values)] - values, gamma * lam)
 
 
-FORMULAS: dict[str, Callable[[_Numbers, list[int]], GroupValues]] = {
-    "grpo": _grpo,
-    "rloo": _rloo,
-    "maxrl": _maxrl,
+def _of_rewards(formula: Callable[[np.ndarray, bool], np.ndarray]) -> OfGroup:
+    """Return a formula that needs only the rewards of a group, and `objective.normalize_by_std`."""
+    return lambda numbers, group: formula(numbers.rewards[group], numbers.goal.normalize_by_std)
+
+
+FORMULAS: dict[str, OfGroup] = {
+    "grpo": _of_rewards(_relative),
+    "rloo": _of_rewards(lambda x, _: (x - x.mean()) * len(x) / max(len(x) - 1, 1)),
+    "maxrl": _of_rewards(lambda x, _: _relative(x) / (x.mean() + EPS)),
+    "grpo_passk": _of_rewards(_passk),
+    "reinforce_pp_baseline": _of_rewards(lambda x, _: _relative(x)),
     "opo": _opo,
     "gpg": _gpg,
-    "grpo_passk": _grpo_passk,
     "gdpo": _gdpo,
-    "remax": _remax,
-    "reinforce_pp": _reinforce_pp,
-    "reinforce_pp_baseline": _centred,
+    "remax": lambda n, group: n.rewards[group] - n.samples.column("baselines")[group].double().numpy(),
+    "reinforce_pp": lambda n, group: [_to_go(n.tokens("token_rewards", i), n.goal.gamma) for i in group],
+    "optimal_token_baseline": _optimal_token_baseline,
     "gae": _gae,
 }
 """Function of an estimator -> its formula for one group, before whitening."""

@@ -1,9 +1,7 @@
 """Checks of a batch between phases. They find errors that no phase notices, but with which a run learns less.
 
-For example, `check_endings` compares the label `truncated` of a response with its last token. A check costs
-about as much as one pass over a token column on the host. docs/checks.md lists all checks.
-
-Every function is pure and every rank has the same batch. Therefore CheckFailed is raised on every rank.
+A check costs about as much as one pass over a token column on the host. Every function is pure and every rank
+has the same batch. Therefore CheckFailed is raised on every rank.
 """
 
 import math
@@ -14,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rl.config.correction import RolloutCorrection
 from rl.data.batch import Batch, segment_counts
@@ -38,6 +37,24 @@ def place(batch: Batch, sample: int) -> str:
     return f"sample {sample} (prompt {batch.prompts[group].index})" if batch.prompts else f"sample {sample}"
 
 
+def token_place(batch: Batch, token: int) -> str:
+    """Return text such as 'token 3 of sample 17 (prompt 5)'. token: index in a token column."""
+    sample = int((batch.offsets[1:] <= token).sum())
+    return f"token {token - int(batch.offsets[sample])} of {place(batch, sample)}"
+
+
+def refuse(check: str, batch: Batch, wrong: Tensor | Sequence[int], problem: str, cause: str) -> None:
+    """Raise CheckFailed that names the first of some wrong samples and their number, if there are any.
+
+    wrong: indices of samples, or bool [N]. problem: with {sample}, which becomes the first sample.
+    """
+    samples = wrong.nonzero().flatten().tolist() if isinstance(wrong, Tensor) else wrong
+    if samples:
+        own = problem.replace("{sample}", place(batch, samples[0]))
+        others = f"and {len(samples) - 1} further samples of {len(batch)}"
+        raise CheckFailed(f"{check} check: {own} ({others}): {cause}.")
+
+
 def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
     """Check that every sample belongs to the group of its prompt, and that no group lacks a sample.
 
@@ -45,20 +62,16 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
     """
     if not batch.prompts or batch.turns is not None:
         return
-    for sample, group in enumerate(batch.groups.tolist()):
-        own, ids = batch.prompt_ids[sample], batch.prompts[group].token_ids
-        if own is not ids and not np.array_equal(own, ids):
-            raise CheckFailed(
-                f"group check: {place(batch, sample)} is in group {group}, but its context consists of the "
-                "tokens of another prompt, so its reward would be compared with those of other tasks."
-            )
+    pairs = [(own, batch.prompts[g].token_ids) for own, g in zip(batch.prompt_ids, batch.groups.tolist())]
+    wrong = [i for i, (own, ids) in enumerate(pairs) if own is not ids and not np.array_equal(own, ids)]
+    problem = f"{{sample}} is in group {int(batch.groups[wrong[0]])}" if wrong else ""
+    refuse("group", batch, wrong, problem, "its context is another prompt's, so tasks would be mixed")
     sizes = torch.bincount(batch.groups, minlength=len(batch.prompts))
-    wrong = (sizes != samples_per_prompt).nonzero().squeeze(1).tolist()
-    if wrong:
+    if odd := (sizes != samples_per_prompt).nonzero().flatten().tolist():
         raise CheckFailed(
-            f"group check: group {wrong[0]} (prompt {batch.prompts[wrong[0]].index}) has "
-            f"{int(sizes[wrong[0]])} samples instead of rollout.samples_per_prompt={samples_per_prompt}, and "
-            f"so have {len(wrong) - 1} further groups."
+            f"group check: group {odd[0]} (prompt {batch.prompts[odd[0]].index}) has {int(sizes[odd[0]])} "
+            f"samples instead of rollout.samples_per_prompt={samples_per_prompt}, as {len(odd) - 1} further "
+            "groups have another number."
         )
 
 
@@ -71,17 +84,12 @@ def check_digests(batch: Batch) -> None:
     if batch.digests is None:
         return
     delivered = batch.hash_samples()
-    pairs = {"the tokens and the ending with which it was delivered": (delivered, batch.digests)}
+    cause = "a filter or a reordering between generation and update moved columns apart, or changed them"
+    what = "{sample} no longer has the tokens and the ending with which it was delivered"
+    refuse("sample", batch, delivered != batch.digests, what, cause)
     if batch.score_digests is not None:
-        pairs["the score that was made for it"] = batch.hash_scores(delivered), batch.score_digests
-    for what, (own, noted) in pairs.items():
-        if (wrong := own != noted).any():
-            sample = int(wrong.nonzero()[0])
-            raise CheckFailed(
-                f"sample check: {place(batch, sample)} no longer has {what}; "
-                f"{int(wrong.sum())} of {len(batch)} samples changed: a filter or a reordering between "
-                "generation and update moved columns apart, or changed them."
-            )
+        what = "{sample} no longer has the score that was made for it"
+        refuse("sample", batch, batch.hash_scores(delivered) != batch.score_digests, what, cause)
 
 
 def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[int]:
@@ -89,20 +97,13 @@ def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[i
     if batch.seeds is None:
         return frozenset()
     whole = batch.merge_rows()
-    known = [(seed, sample) for sample, seed in enumerate(whole.column("seeds").tolist()) if seed != -1]
-    own = frozenset(seed for seed, _ in known)
-    repeated = frozenset().union(*(own.intersection(seeds) for seeds in earlier))
-    if len(own) < len(known):
-        counts = Counter(seed for seed, _ in known)
-        repeated |= {seed for seed in own if counts[seed] > 1}
-    if repeated:
-        wrong = [sample for seed, sample in known if seed in repeated]
-        raise CheckFailed(
-            f"seed check: {place(whole, wrong[0])} was sampled with a seed that another sample of this run "
-            f"had, and so were {len(wrong) - 1} further samples of {len(whole)}: seeds depend on the run, "
-            "the step, the group and the number of the sample."
-        )
-    return own
+    seeds = whole.column("seeds").tolist()
+    counts = Counter(seed for seed in seeds if seed != -1)
+    used = frozenset(counts).intersection(frozenset().union(*earlier))
+    wrong = [i for i, seed in enumerate(seeds) if seed in used or counts[seed] > 1]
+    what = "{sample} was sampled with a seed that another sample of this run had"
+    refuse("seed", whole, wrong, what, "seeds depend on run, step, group and number of the sample")
+    return frozenset(counts)
 
 
 def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
@@ -113,8 +114,7 @@ def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: 
         sample = next((i for i, pair in enumerate(zip(found, indices)) if pair[0] != pair[1]), len(found))
         raise CheckFailed(
             f"order check: the samples of a validation are {len(found)} instead of {len(indices)}, or not in "
-            f"the order of its prompts, from sample {sample} on: their results would be read as those of "
-            "other prompts."
+            f"the order of its prompts, from sample {sample} on: results would be those of other prompts."
         )
 
 
@@ -146,7 +146,7 @@ def check_table(batch: Batch, number: int, metrics: Mapping[str, float]) -> None
 
 def check_held_out(prompts: Sequence[Prompt], files: Sequence[str]) -> None:
     """Check that the prompts of a validation are different rows of the files of `data.val`."""
-    known, seen = {str(Path(file)) for file in files}, set()
+    known, seen = {str(Path(file)) for file in files}, {""}
     for prompt in prompts:
         if prompt.place and (prompt.place.rpartition(", row ")[0] not in known or prompt.place in seen):
             raise CheckFailed(
@@ -165,12 +165,8 @@ def check_sides(batch: Batch, rows: Sequence[Any]) -> None:
     labels, own = batch.extra.get("labels"), [getattr(row, "label", None) for row in rows]
     wrong = [i for i, ids in enumerate(expected) if not np.array_equal(ids, batch.response_ids[i])]
     wrong += [i for i, label in enumerate(own) if labels is not None and bool(labels[i]) != label]
-    if wrong:
-        raise CheckFailed(
-            f"row check: sample {wrong[0]} and {len(wrong) - 1} further samples of {len(batch)} have another "
-            "response, side or label than the rows that were drawn: chosen and rejected responses, or rows, "
-            "were exchanged."
-        )
+    what = "{sample} has another response, side or label than the row that was drawn"
+    refuse("row", batch, wrong, what, "chosen and rejected responses, or rows, were exchanged")
 
 
 def check_endings(
@@ -190,21 +186,18 @@ def check_endings(
     last = (batch.offsets[1:] - 1).clamp(min=0)
     ended = is_stop[last] & (lengths > 0) if len(ids) else lengths > 0
     problems = {
-        "is complete by its label, but does not end with a stop token: it was truncated, or its end is "
-        "missing": ~batch.truncated & ~ended & (not ends_at_text),
+        "is complete by its label, but does not end with a stop token": ~batch.truncated
+        & ~ended
+        & (not ends_at_text),
         f"is truncated by its label, but not at rollout.max_response_tokens={max_tokens}": batch.truncated
         & (lengths != (lengths if max_tokens is None else max_tokens)),
         "continues after a stop token": counts > ended.long(),
         f"is longer than rollout.max_response_tokens={limit}": lengths > limit,
     }
     for problem, found in problems.items():
-        if found.any():
-            sample = int(found.nonzero()[0])
-            raise CheckFailed(
-                f"ending check: {place(batch, sample)} with {int(lengths[sample])} tokens {problem}, and so "
-                f"do {int(found.sum()) - 1} further samples of {len(batch)}. Stop tokens are "
-                f"{sorted(stop_ids)}."
-            )
+        number = int(lengths[found][0]) if found.any() else 0
+        cause = f"a wrong label, limit or stop, or a lost end; stop tokens are {sorted(stop_ids)}"
+        refuse("ending", batch, found, f"{{sample}} with {number} tokens {problem}", cause)
 
 
 def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
@@ -259,20 +252,18 @@ def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:
     upper = correction.truncate_tokens or correction.truncate_samples
     expected = ratio.clamp(max=upper) if upper else ratio
     if not upper:  # icepop
-        low, high = correction.icepop_low * (1 + RATIO_ERROR), correction.icepop_high * (1 - RATIO_ERROR)
-        is_inside = (ratio >= low) & (ratio <= high)
-        may_drop = ~is_inside | (correction.icepop_level == "prefix")
-        expected = torch.where(may_drop & (weights == 0), 0.0, expected)
-        beyond = ratio > correction.icepop_high * (1 + RATIO_ERROR)
-        if correction.icepop_level != "prefix":
-            expected = torch.where(beyond, 0.0, expected)
+        low, high = correction.icepop_low, correction.icepop_high
+        is_inside = (ratio >= low * (1 + RATIO_ERROR)) & (ratio <= high * (1 - RATIO_ERROR))
+        is_prefix = correction.icepop_level == "prefix"
+        drops = (ratio > high * (1 + RATIO_ERROR)) & (not is_prefix)
+        expected = torch.where(drops | ((~is_inside | is_prefix) & (weights == 0)), 0.0, expected)
     wrong = counted & ~((weights - expected).abs() <= RATIO_ERROR * expected)
     if wrong.any():
         token = int(wrong.nonzero()[0])
         raise CheckFailed(
             f"loss weight check: a token has the importance weight {float(weights[token]):.4g}, but log "
-            f"pi_old - log pi_rollout = {float(gap[token]):.4g} gives {float(expected[token]):.4g}: the "
-            "weight must be pi_old / pi_rollout, within the bounds of rollout_correction."
+            f"pi_old - log pi_rollout = {float(gap[token]):.4g} gives {float(expected[token]):.4g} within "
+            f"the bounds of rollout_correction ({token_place(batch, token)})."
         )
 
 
@@ -289,21 +280,18 @@ def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
             f"{correction.reject} has left out no token."
         )
     counted, ratio = batch.mask > 0, batch.rollout_logprobs - batch.old_logprobs
+    statistics = {"k1": ratio, "k2": ratio.square() / 2, "k3": torch.expm1(-ratio) + ratio}
     for criterion in correction.rejections:
-        found = {"k1": ratio, "k2": ratio.square() / 2, "k3": torch.expm1(-ratio) + ratio}[
-            criterion.statistic
-        ]
-        found = torch.where(counted, found, 0.0).double()
+        found = torch.where(counted, statistics[criterion.statistic], 0.0).double()
         if criterion.level == "sequence":
             number = segment_sum(counted.double(), batch.lengths).clamp(min=1)
             found = (segment_sum(found, batch.lengths) / number).repeat_interleave(batch.lengths)
         slack = RATIO_ERROR * found.abs()
         wrong = counted & ((found < criterion.low - slack) | (found > criterion.high + slack))
         if wrong.any() and (criterion.level == "token" or len(correction.rejections) == 1):
-            token = int(wrong.nonzero()[0])
             raise CheckFailed(
                 f"rejection check: {int(wrong.sum())} of {int(counted.sum())} tokens count, the first with "
-                f"{criterion.name}={float(found[token]):.4g}, outside of the bounds {criterion.low:g} to "
+                f"{criterion.name}={float(found[wrong][0]):.4g}, outside of the bounds {criterion.low:g} to "
                 f"{criterion.high:g} of rollout_correction.reject."
             )
 

@@ -4,17 +4,16 @@ The mismatch ends the run anyway, so a few more passes over one micro-batch of e
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl.checks.few_samples import tokens_of
+from rl.checks.few_samples import compared_tokens
 from rl.data.batch import Batch
 from rl.training.engine import TrainingEngine
-from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 
 VANISHED = 2.0
 """Factor by which a change must reduce the mean difference to be named as the cause."""
@@ -25,9 +24,8 @@ def cause_of(
 ) -> str:
     """Return a sentence about the change that makes the mismatch vanish. Collective over the world.
 
-    The parts of the model check their own inputs first, for example recorded routes, and may raise.
-
-    plans: the mini-batches. counted: bool [T], the compared tokens. limit: mean difference that rounding
+    The parts of the model check their own inputs first, for example recorded routes, and may raise. plans:
+    the mini-batches. counted: bool [T], the compared tokens. limit: mean difference that rounding
     explains, in nats.
     """
     model.parts.metrics(model.device.torch)
@@ -37,11 +35,11 @@ def cause_of(
         gaps = (logprobs - engine)[among].abs().double()
         return float(gaps.mean()) if len(gaps) else 0.0
 
-    plan = max(_parts(model, plans), key=lambda part: gap(old, _tokens(part, batch, counted)))
-    few = _tokens(plan, batch, counted)
+    plan = max(_parts(model, plans), key=lambda part: gap(old, compared_tokens(part, batch, counted)))
+    few = compared_tokens(plan, batch, counted)
     before, tried = gap(old, few), list[tuple[float, str]]()
-    for text, after in _rearranged(batch, old, few, gap):
-        if after <= limit:
+    for text, logprobs, among in _rearranged(batch, old, few):
+        if (after := gap(logprobs, among)) <= limit:
             return f"{text}, the difference is {after:.2g} instead of {before:.2g}."
     first, second = (model.forward(batch, [plan], ("logprobs",))[0] for _ in range(2))
     if float((first - second)[few].abs().double().mean()) > limit:
@@ -57,23 +55,19 @@ def cause_of(
     return f"The difference remains in a pass {', '.join(text for _, text in tried)}."
 
 
-def _rearranged(
-    batch: Batch, old: Tensor, few: Tensor, gap: Callable[[Tensor, Tensor], float]
-) -> Iterator[tuple[str, float]]:
-    """Yield mean differences that need no pass."""
+def _rearranged(batch: Batch, old: Tensor, few: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (text, log-probs, compared tokens) of changes that need no pass."""
     sample = torch.arange(len(batch)).repeat_interleave(batch.lengths)
     for shift in (1, -1):
-        yield (
-            f"With the trainer's log-probs moved by {shift:+d} token",
-            gap(old.roll(shift), few & (sample.roll(shift) == sample)),
-        )
+        within = few & (sample.roll(shift) == sample)
+        yield f"With the trainer's log-probs moved by {shift:+d} token", old.roll(shift), within
     engine = batch.column("rollout_logprobs")[few].double()
     factor = float((old[few].double() * engine).sum() / engine.square().sum().clamp(min=1e-9))
-    yield f"With the trainer's log-probs divided by {factor:.4g}", gap(old / factor, few)
+    yield f"With the trainer's log-probs divided by {factor:.4g}", old / factor, few
     shown = torch.tensor([bool(batch.prompts[i].images) if batch.prompts else False for i in batch.groups])
     has_images = shown.repeat_interleave(batch.lengths)
     if (few & has_images).any() and (few & ~has_images).any():
-        yield "Without the samples with images", gap(old, few & ~has_images)
+        yield "Without the samples with images", old, few & ~has_images
 
 
 def _changes(
@@ -85,8 +79,11 @@ def _changes(
     """
 
     def run(batch: Batch = batch, plan: MicroBatchPlan = plan, **changed: Any) -> Tensor:
-        with _changed(model, **changed):
-            return model.forward(batch, [plan], ("logprobs",))[0]
+        kept = {name: getattr(model, name) for name in changed}
+        vars(model).update(changed)
+        found = model.forward(batch, [plan], ("logprobs",))[0]
+        vars(model).update(kept)
+        return found
 
     yield "of the same samples again", lambda: first
     if batch.held and not any(prompt.images for prompt in batch.prompts):
@@ -119,17 +116,6 @@ def _without_adapter(model: TrainingEngine, run: Callable[[], Tensor]) -> Tensor
     return found
 
 
-@contextmanager
-def _changed(model: TrainingEngine, **values: Any) -> Iterator[None]:
-    """Set attributes of the model in the `with` block."""
-    kept = {name: getattr(model, name) for name in values}
-    for name, value in values.items():
-        setattr(model, name, value)
-    yield
-    for name, value in kept.items():
-        setattr(model, name, value)
-
-
 def _parts(model: TrainingEngine, plans: list[MicroBatchPlan]) -> Iterator[MicroBatchPlan]:
     """Yield one micro-batch of each rank, or as many as a pass needs."""
     size = model.grid.micro_batch_multiple
@@ -140,13 +126,6 @@ def _parts(model: TrainingEngine, plans: list[MicroBatchPlan]) -> Iterator[Micro
 
 def _alone(plan: MicroBatchPlan, multiple: int) -> MicroBatchPlan:
     """Return a plan with one sample in each micro-batch."""
-    own = [[[i] for micro in micros for i in micro] for micros in plan]
+    own = [[[i] for i in samples_of([micros])] for micros in plan]
     number = -(-max(map(len, own)) // multiple) * multiple
     return [micros + [[]] * (number - len(micros)) for micros in own]
-
-
-def _tokens(plan: MicroBatchPlan, batch: Batch, counted: Tensor) -> Tensor:
-    """Return which compared tokens belong to a plan, bool [T]."""
-    found = torch.zeros_like(counted)
-    found[tokens_of(plan, batch)] = True
-    return found & counted

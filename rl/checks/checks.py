@@ -11,31 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rl.checks import batches, logprobs
 from rl.checks.advantages import check_advantages, check_baselines
-from rl.checks.batches import (
-    check_digests,
-    check_endings,
-    check_groups,
-    check_held_out,
-    check_informative,
-    check_order,
-    check_rejections,
-    check_seeds,
-    check_turns,
-)
 from rl.checks.causes import cause_of
 from rl.checks.entropy import ENTROPY_SLACK, DrawnEntropy
 from rl.checks.foresight import check_foresight
 from rl.checks.head import check_head
-from rl.checks.logprobs import (
-    FP8_FACTOR,
-    check_engine,
-    check_equal,
-    check_moved,
-    check_reference,
-    present_tokens,
-    rounding_limit,
-)
 from rl.checks.objective import check_loss
 from rl.checks.precision import check_columns, check_precision
 from rl.checks.reference import ReferencePass
@@ -52,9 +33,8 @@ from rl.faults.agreement import check_master_weights, check_replicas
 from rl.refit.refit import what_is_equal
 from rl.runtime.session import control_group
 from rl.training.engine import TrainingEngine
-from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Loss
-from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 
 SEEDS_OF_CALLS = 16
 """Number of earlier calls of the engine with whose seeds new seeds are compared."""
@@ -78,13 +58,11 @@ class Checks:
     def __init__(self, config: Config, policy: TrainingEngine, end_ids: frozenset[int]):
         self._config, self._policy, self._end_ids = config, policy, end_ids
         slack, weights = config.agreement.logprob_slack, policy.weight_map
-        self._limit = slack * rounding_limit(weights.hf, weights.dtype) if slack else 0.0
-        """Maximum mean difference of log-probs, relative to their mean size. 0: log-probs are not
-        compared."""
-        coarser = FP8_FACTOR if config.rollout.quantization == "fp8" else 1
+        coarser = logprobs.FP8_FACTOR if config.rollout.quantization == "fp8" else 1
+        self._limit = slack * logprobs.rounding_limit(weights.hf, weights.dtype) if slack else 0.0
         self._engine_limit = self._limit * coarser
-        """The same limit for the difference between engine and trainer. It is larger if the engine runs in
-        FP8."""
+        """Maximum mean difference of log-probs, relative to their mean size, within the trainer and to the
+        engine. 0: log-probs are not compared."""
         is_measured = slack > 0 and weights.dtype is torch.bfloat16 and config.model.numerics != "bitwise"
         is_measured &= config.training.router_replay != "engine"  # its own check names the layer
         self.noise: RoundingNoise | None = None
@@ -103,14 +81,12 @@ class Checks:
         """Those of the policy's last step in this start."""
         self._has_moved = False
         """Whether an earlier step of this start has moved the policy's weights."""
+        self._checked: set[str] = set()
+        """Checks of this process that are not repeated: "foresight", and models with a compared loss."""
         self._slopes: dict[str, SlopeCheck] = {}
-        self._entropy = DrawnEntropy(weights.hf["vocab_size"])
         self._references: dict[TrainingEngine, ReferencePass] = {}
+        self._entropy = DrawnEntropy(weights.hf["vocab_size"])
         check_uniforms()
-        self._has_looked = False
-        """Whether the critic's values were compared with those for another last token."""
-        self._checked_losses: set[str] = set()
-        """Models whose loss was compared already in this process (`rl.checks.objective`)."""
 
     def generated(self, batch: Batch, *, limits_vary: bool) -> None:
         """Check groups, endings, sampling parameters and seeds of the policy's samples.
@@ -119,44 +95,45 @@ class Checks:
         of a group. limits_vary: whether the samples may have been generated with different length limits.
         """
         rollout = self._config.rollout
-        if not limits_vary:  # else an earlier run may have sampled with other parameters
-            check_sampling(batch, self._config, "training")
-        self._samples(batch, rollout.samples_per_prompt, limits_vary=limits_vary)
+        # With other limits, an earlier run may have sampled with other parameters, too.
+        self._samples(batch, rollout.samples_per_prompt, "" if limits_vary else "training")
         if rollout.temperature:
-            self._seeds.append(check_seeds(batch, self._seeds))
+            self._seeds.append(batches.check_seeds(batch, self._seeds))
 
     def validated(
         self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int, is_greedy: bool
     ) -> None:
-        """Check the order of a validation's scored samples, whose results are read by their place in the
-        batch.
+        """Check a validation's scored samples, whose results are read by their place in the batch.
 
         prompts: the prompts of the validation, in order.
         """
-        check_held_out(prompts, self._config.data.val)
-        check_sampling(batch, self._config, "greedy" if is_greedy else "validation")
-        check_staleness(batch, self._policy.version, 0)
-        self._samples(batch, samples_per_prompt)
-        check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
-        check_digests(batch)
+        batches.check_held_out(prompts, self._config.data.val)
+        self._ordered(batch, prompts, samples_per_prompt, "greedy" if is_greedy else "validation")
+        batches.check_digests(batch)
 
     def greedy(self, batch: Batch, prompts: Sequence[Prompt]) -> None:
         """Check the greedy responses to the prompts of a step."""
-        check_sampling(batch, self._config, "greedy")
-        check_staleness(batch, self._policy.version, 0)
-        self._samples(batch, 1)
-        check_order(batch, prompts, samples_per_prompt=1)
+        self._ordered(batch, prompts, 1, "greedy")
         self._greedy = batch
 
-    def _samples(self, batch: Batch, samples_per_prompt: int, *, limits_vary: bool = False) -> None:
+    def _ordered(
+        self, batch: Batch, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str
+    ) -> None:
+        check_staleness(batch, self._policy.version, 0)
+        self._samples(batch, samples_per_prompt, purpose)
+        batches.check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
+
+    def _samples(self, batch: Batch, samples_per_prompt: int, purpose: str) -> None:
+        """Check what all samples have in common. purpose: see `check_sampling`; "": limits may vary."""
         rollout = self._config.rollout
-        check_groups(batch, samples_per_prompt=samples_per_prompt)
-        if not limits_vary:
+        if purpose:
+            check_sampling(batch, self._config, purpose)
             agents = self._config.agents
-            check_turns(batch, max_turns=agents.max_turns, max_tokens=agents.max_tokens_per_turn)
-        check_endings(
+            batches.check_turns(batch, max_turns=agents.max_turns, max_tokens=agents.max_tokens_per_turn)
+        batches.check_groups(batch, samples_per_prompt=samples_per_prompt)
+        batches.check_endings(
             batch,
-            max_tokens=None if limits_vary else rollout.max_response_tokens,
+            max_tokens=rollout.max_response_tokens if purpose else None,
             limit=rollout.max_response_tokens,
             stop_ids=self._end_ids | set(rollout.stop_token_ids),
             ends_at_text=bool(rollout.stop),
@@ -173,27 +150,21 @@ class Checks:
         config, is_replay = self._config, self._config.run.mode == "train_only"
         found: dict[str, float] = {}
         if reference:
-            assert batch.ref_logprobs is not None
-            self._unmoved(batch)
-            self.reference_of(self._policy).check(batch, batch.ref_logprobs)
+            self.reference_of(self._policy).check(batch, batch.column("ref_logprobs"))
         else:
             if config.model.numerics == "bitwise" and batch.rollout_logprobs is not None:
-                replayed = config.run.rollouts if is_replay else ""
-                check_equal(
-                    batch, batch.column("old_logprobs"), self._policy.version, plans, replayed=replayed
+                logprobs.check_equal(
+                    batch, self._policy.version, plans, config.run.rollouts if is_replay else ""
                 )
             found = self._against_engine(batch, plans, entropy)
-            self._unmoved(batch)
+        # Policy and reference are equal as long as the policy has not learned.
+        if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
+            logprobs.check_reference(batch, limit=self._limit)
         # The only update of a step may fill `old_logprobs`, which are of the weights before it.
         last = self._updates if self._updates is not None and self._updates.batch is not batch else None
         if not is_replay and (self._has_moved or (last is not None and last.has_moved)):
-            check_moved(batch)
+            logprobs.check_moved(batch)
         return found
-
-    def _unmoved(self, batch: Batch) -> None:
-        """Compare policy and reference as long as the policy has not learned."""
-        if self._limit and self._policy.version == 0 and not self._config.rollout_correction.bypass:
-            check_reference(batch, limit=self._limit)
 
     def before_update(
         self,
@@ -201,40 +172,39 @@ class Checks:
         model: TrainingEngine,
         batch: Batch,
         loss: Loss,
-        schedule: RateSchedule,
+        lr: float,
         *,
         step: int,
         plans: list[MicroBatchPlan],
         is_first: bool,
-        size: float,
     ) -> UpdateChecks:
         """Check the batch that a model is about to learn from, the loss, and the learning rate.
 
         Returns the checks for the updates of this step. name: name of the model, for example "policy". plans:
-        the mini-batches. is_first, size: see `UpdateChecks`.
+        the mini-batches. lr, is_first: see `UpdateChecks`.
         """
-        check_digests(batch)
+        batches.check_digests(batch)
         check_columns(batch)
-        check_rejections(batch, self._config.rollout_correction)
-        check_coverage(batch, [[i for rank in plan for micro in rank for i in micro] for plan in plans])
-        self._check_schedule(name, model, schedule, step)
+        batches.check_rejections(batch, self._config.rollout_correction)
+        check_coverage(batch, plans)
+        self._check_rate(name, model, lr, step)
         columns = {"policy": batch.ref_logprobs, "implicit_reward": batch.extra.get("implicit_ref_logprobs")}
-        if (logprobs := columns.get(name)) is not None:
-            self.reference_of(model).check(batch, logprobs)
+        if (column := columns.get(name)) is not None:
+            self.reference_of(model).check(batch, column)
         self._objective(name, model, batch, loss)
-        if name == "critic" and not self._has_looked:
-            self._has_looked = check_foresight(model, batch, plans[0])
-        if (slope := self._slopes.get(name)) is None:
-            slope = self._slopes[name] = SlopeCheck(model, "values" if name == "critic" else "logprobs")
+        if name == "critic" and "foresight" not in self._checked:
+            self._checked |= {"foresight"} if check_foresight(model, batch, plans[0]) else set()
+        output = "values" if name == "critic" else "logprobs"
+        slope = self._slopes.setdefault(name, SlopeCheck(model, output))
         slope.check(batch, plans[0], noise=self.noise.noise if self.noise and name == "policy" else None)
         own = self._config if name == "policy" else None
-        updates = UpdateChecks(model, batch, schedule, step=step, is_first=is_first, size=size, config=own)
+        updates = UpdateChecks(model, batch, lr, is_first=is_first, config=own)
         if name == "policy":
             self._has_moved |= self._updates is not None and self._updates.has_moved
             self._updates = updates
         return updates
 
-    def _check_schedule(self, name: str, model: TrainingEngine, schedule: RateSchedule, step: int) -> None:
+    def _check_rate(self, name: str, model: TrainingEngine, lr: float, step: int) -> None:
         """Raise WrongLearningRate if a model has another rate or optimizer than its section of the config."""
         config = self._config
         sections = {
@@ -242,14 +212,12 @@ class Checks:
             "critic": config.critic.optimizer,
             "implicit_reward": config.implicit_reward.optimizer,
         }
-        own = sections.get(name, schedule.optimizer)
-        warmup = config.critic.warmup_steps if name == "policy" else 0
+        own, warmup = sections[name], config.critic.warmup_steps if name == "policy" else 0
         expected = expected_rate(own, step - warmup, config.run.max_steps - warmup)
-        found = schedule.rate(step)
-        is_equal = math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-9 * own.lr)
+        is_equal = math.isclose(lr, expected, rel_tol=1e-9, abs_tol=1e-9 * own.lr)
         if not is_equal or model.spec.optimizer != own:
             raise WrongLearningRate(
-                f"the schedule gives the {name} the learning rate {found:g} in step {step} of "
+                f"the schedule gives the {name} the learning rate {lr:g} in step {step} of "
                 f"{config.run.max_steps}, with the optimizer {model.spec.optimizer}, but the config gives "
                 f"{expected:g}, with {own}: the schedule restarted, advances twice, decays over other steps, "
                 "or is another model's."
@@ -288,7 +256,7 @@ class Checks:
         # the experts of the first turns.
         keeps_cache = "keep" in (rollout.carry_over_cache, config.roles.cache)
         whole = keeps_cache or config.training.router_replay == "engine"
-        return present_tokens(batch, self._policy.version, whole=whole)
+        return logprobs.present_tokens(batch, self._policy.version, whole=whole)
 
     def _against_engine(
         self, batch: Batch, plans: list[MicroBatchPlan], entropy: Tensor | None
@@ -301,14 +269,14 @@ class Checks:
         def explain(limit: float) -> str:
             return f"{what_is_equal(policy)}. {cause_of(policy, batch, plans, counted, limit=limit)}"
 
-        found = check_engine(
+        found = logprobs.check_engine(
             batch,
             batch.column("old_logprobs"),
             counted,
             limit=self._engine_limit,
             noise=math.inf if self.noise is None else self.noise.limit,
             routes=policy.weight_map.placement.num_experts > 0,
-            ranks=[[i for p in plans for micro in p[r] for i in micro] for r in range(policy.grid.dp)],
+            ranks=[[i for plan in plans for i in samples_of([plan[r]])] for r in range(policy.grid.dp)],
             explain=explain,
         )
         if entropy is not None and self._config.rollout.temperature and not self._selects:
@@ -327,11 +295,11 @@ class Checks:
             if self._greedy is not None and "baselines" in batch.extra:
                 check_baselines(batch, self._greedy, config)
             if "dynamic_sampling" in algorithm_of(config).needs:
-                check_informative(batch, self.everything, config.data.prompts_per_step)
+                batches.check_informative(batch, self.everything, config.data.prompts_per_step)
         if name == "policy":
             self.everything = self._greedy = None  # the next generation needs the memory
-        if name not in self._checked_losses:
-            self._checked_losses.add(name)
+        if name not in self._checked:
+            self._checked.add(name)
             check_precision(name, model)
             if name != "critic":
                 check_head(model)

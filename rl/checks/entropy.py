@@ -22,8 +22,7 @@ class DrawnEntropy:
     If a token x is drawn from q, the expectation of -log q(x) is the entropy H of q. With -log q cut off at
     b, the sum of the differences is a martingale. Its terms are at most b, and their conditional variances
     are at most b H. Let V be the sum of b H. By Freedman's inequality (1975) the sum exceeds a with a
-    probability of at most exp(-a^2 / (2 (V + a b / 3))). For example, samples with another temperature or
-    from a truncated distribution exceed this bound.
+    probability of at most exp(-a^2 / (2 (V + a b / 3))).
 
     vocab_size: number V of tokens of the vocabulary. It determines b. The cut at b lowers the mean by at most
         V b exp(-b). With a small vocabulary this hides small errors, so a larger b is tried, too.
@@ -38,9 +37,8 @@ class DrawnEntropy:
     def check(self, batch: Batch, entropy: Tensor, counted: Tensor, *, slack: float) -> None:
         """Raise CheckFailed if the tokens were not drawn from the engine's distribution.
 
-        entropy: entropy by the trainer, float32 [T]. counted: tokens sampled by the present weights, bool
-            [T].
-        slack: mean difference that rounding may cause, in nats.
+        entropy: by the trainer, float32 [T]. counted: tokens of the present weights, bool [T]. slack: mean
+        difference that rounding may cause, in nats.
         """
         assert batch.rollout_logprobs is not None
         own = entropy[counted].double().clamp(min=0.0)
@@ -57,6 +55,5 @@ class DrawnEntropy:
                         f"entropy check: over the last {count:.0f} sampled tokens the mean of -log q is "
                         f"{total / count:+.3g} nats from the entropy of q, more than chance explains "
                         f"({limit / count:.2g}, probability below {RISK:g}): the tokens were drawn from "
-                        "another distribution than the one whose log-probs the engine reports. Temperature, "
-                        "penalties or truncation differ."
+                        "another distribution, with another temperature, penalty or truncation."
                     )

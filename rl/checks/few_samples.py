@@ -7,17 +7,17 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from rl.checks.transformers_pass import LENGTHS, random_batch
 from rl.data.batch import Batch
-from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.engine import TrainingEngine
+from rl.training.micro_batch_plans import MicroBatchPlan, plan_minibatch, samples_of
 
 
 def first_samples(plan: MicroBatchPlan, size: Callable[[int], int], *, enough: float) -> list[list[int]]:
     """Return the first samples of each data parallel rank, so many that their sizes add up to `enough`.
 
-    The ranks take turns. For example, with two ranks, sizes of 30 and `enough=64`, three samples are
-    selected: two of rank 0 and one of rank 1. If all samples together are too few, all are returned.
-
-    size: function from a sample to its size. Samples of size 0 are left out.
+    The ranks take turns. With two ranks, sizes of 30 and `enough=64`, for example, two samples of rank 0 and
+    one of rank 1 are selected. size: size of a sample; samples of size 0 are left out.
     """
     few: list[list[int]] = [[] for _ in plan]
     total = 0
@@ -41,17 +41,36 @@ def only(plan: MicroBatchPlan, few: list[list[int]], *, multiple: int) -> MicroB
     return [micros[:number] for micros in kept]
 
 
-def first_alone(plan: MicroBatchPlan, *, multiple: int) -> MicroBatchPlan:
-    """Return a plan with sample 0 alone, on the first data parallel rank. plan: any plan of this model.
-
-    multiple: see `only`.
-    """
-    return [[[0] if rank == 0 else [], *([[]] * (multiple - 1))] for rank in range(len(plan))]
-
-
 def tokens_of(plan: MicroBatchPlan, batch: Batch) -> Tensor:
     """Return the indices of all response tokens of a plan, int64 [n]."""
-    return batch.tokens_of(sorted(i for micros in plan for micro in micros for i in micro))
+    return batch.tokens_of(samples_of(plan))
+
+
+def compared_tokens(plan: MicroBatchPlan, batch: Batch, counted: Tensor) -> Tensor:
+    """Return which tokens of a plan are compared, bool [T]. counted: bool [T], the compared tokens of all."""
+    found = torch.zeros_like(counted)
+    found[tokens_of(plan, batch)] = True
+    return found & counted
+
+
+def output_alone(model: TrainingEngine, one: Batch, plan: MicroBatchPlan, output: str) -> Tensor:
+    """Return an output of a batch of one sample, computed on the first data parallel rank, float32 [T].
+
+    plan: any plan of this model. Collective over the world.
+    """
+    empty: list[list[int]] = [[]] * (model.grid.micro_batch_multiple - 1)
+    rows = [[[0] if rank == 0 else [], *empty] for rank in range(len(plan))]
+    (found,) = model.forward(one, [rows], (output,))
+    return found
+
+
+def random_output(model: TrainingEngine, output: str, number: int = len(LENGTHS)) -> Tensor:
+    """Return an output for the first samples of `random_batch`, float32 [T]. Collective over the world."""
+    batch, grid = random_batch(model.weight_map.hf["vocab_size"], LENGTHS[:number]), model.grid
+    samples, multiple = list(range(number)), grid.micro_batch_multiple
+    plan = plan_minibatch(batch, samples, dp=grid.dp, max_tokens=4096, multiple=multiple)
+    (found,) = model.forward(batch, [plan], (output,))
+    return found
 
 
 def shortened(batch: Batch, samples: list[int], limit: int) -> Batch:

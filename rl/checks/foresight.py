@@ -7,11 +7,11 @@ critic still learns, and better than it should: its values contain the outcome.
 from dataclasses import replace
 
 from rl.checks.batches import CheckFailed, place
-from rl.checks.few_samples import first_alone, shortened
+from rl.checks.few_samples import output_alone, shortened
 from rl.data.batch import Batch
 from rl.models.sizes import num_experts
 from rl.training.engine import TrainingEngine
-from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 
 CHANGE = 0.01
 """Maximum change of a value, relative to the mean size of values: two passes of one shape round equally."""
@@ -28,22 +28,16 @@ def check_foresight(critic: TrainingEngine, batch: Batch, plan: MicroBatchPlan) 
     """
     if num_experts(critic.weight_map.hf):
         return True
-    lengths = batch.lengths.tolist()
-    answered = [i for micros in plan for micro in micros for i in micro if lengths[i]]
+    answered = [i for i in samples_of(plan) if batch.lengths[i]]
     if not answered or any(prompt.images for prompt in batch.prompts):
         return False
-    sample = min(answered, key=lengths.__getitem__)
+    sample = min(answered, key=lambda i: int(batch.lengths[i]))
     one = shortened(batch, [sample], LONGEST)
-    (response,) = one.response_ids
-    changed = response.copy()
-    changed[-1] = next((token for token in one.prompt_ids[0] if token != response[-1]), response[-1] - 1)
-    rows = first_alone(plan, multiple=critic.grid.micro_batch_multiple)
-    values, others = (
-        critic.forward(replace(one, response_ids=[ids]), [rows], ("values",))[0].double()
-        for ids in (response, changed)
-    )
-    size = float(values.abs().mean())
-    gap = float((values - others).abs().max())
+    changed = one.response_ids[0].copy()
+    changed[-1] = next((token for token in one.prompt_ids[0] if token != changed[-1]), changed[-1] - 1)
+    other = replace(one, response_ids=[changed])
+    values, others = (output_alone(critic, each, plan, "values").double() for each in (one, other))
+    size, gap = float(values.abs().mean()), float((values - others).abs().max())
     if gap > CHANGE * size:
         raise CheckFailed(
             f"value check: {place(batch, sample)} has the value {float(values[-1]):.3g} at its last token, "

@@ -30,8 +30,7 @@ TOLERANCE = 1e-6
 NUM_COMPARED = 8
 """Samples of each rank and step whose arguments are rendered again, if their rows are cheap to read."""
 READ_BYTES = 8 << 20
-"""Mean number of bytes of files that a rank decodes in a step for these comparisons, some 20 ms. For example,
-rows of a row group of 200 MB are compared in every 12th step."""
+"""Mean number of bytes of files that a rank decodes in a step for these comparisons, some 20 ms."""
 
 
 def calls_of(plan: RewardPlan, sample: Mapping[str, Any]) -> list[tuple[str, float, Mapping[str, Any]]]:
@@ -56,17 +55,16 @@ class Grades:
         """This rank's sample -> the arguments that were sent for it, and the answer."""
 
     def check(self, batch: Batch, found: Sequence[str | None] | None = None) -> None:
-        """Raise CheckFailed unless the batch has the scores that the workers returned for its samples.
-
-        Also raises it if a worker got other arguments than those of the sample's row and response. Collective
-        over the world.
+        """Raise CheckFailed unless the batch has the scores that the workers returned for its samples, and
+        the workers got the arguments of the samples' rows and responses. Collective over the world.
 
         found: the answer found in each response, in the order of the batch; None if there are none.
         """
         whole = batch.merge_rows()
         with fail_together():
             for sample, (given, score) in self.answers.items():
-                self._check_answer(whole, sample, given, score)
+                if problem := self._problem(whole, sample, given, score):
+                    raise CheckFailed(f"score check: {problem}.")
                 if found is not None and batch.trajectories is None and found[sample] != score.prediction:
                     raise CheckFailed(
                         f"score check: {place(whole, sample)} has the answer {found[sample]!r:.80}, but the "
@@ -75,25 +73,25 @@ class Grades:
                     )
             self._arguments.check(whole, {sample: given for sample, (given, _) in self.answers.items()})
 
-    def _check_answer(self, batch: Batch, sample: int, given: dict, score: Score) -> None:
-        """Raise CheckFailed unless the score was computed from these arguments, and is in the batch."""
+    def _problem(self, batch: Batch, sample: int, given: dict, score: Score) -> str:
+        """Return what is wrong if the score was not computed from these arguments, or is not in the batch."""
         assert self._plan is not None
         name, rank, own = place(batch, sample), dist.get_rank(), score.values["score"]
-        if (
-            not score.values["failed"]
-            and score.seal != sealed(score, digest(calls_of(self._plan, given))).seal
-        ):
+        is_own = (
+            score.values["failed"] or score.seal == sealed(score, digest(calls_of(self._plan, given))).seal
+        )
+        if not is_own:
             what = "of another sample" if score.seal >= 0 else "that no worker computed"
-            raise CheckFailed(
-                f"score check: rank {rank} got the score {own:.4g} for {name}, {what}: the order of the "
-                "answers was lost, or they are those of another call or other arguments, or were changed."
+            return (
+                f"rank {rank} got the score {own:.4g} for {name}, {what}: answers were exchanged or changed, "
+                "or are those of another call or other arguments"
             )
         if not self._is_filed(batch, sample, score):
-            raise CheckFailed(
-                f"score check: {name} has the score {float(batch.column('scores')[sample]):.6g}, but the "
-                f"worker of rank {rank} returned {own:.6g} for it: a column of scores was changed, or "
-                "belongs to other samples."
+            return (
+                f"{name} has the score {float(batch.column('scores')[sample]):.6g}, but the worker of rank "
+                f"{rank} returned {own:.6g}: a column of scores was changed, or belongs to other samples"
             )
+        return ""
 
     def _is_filed(self, batch: Batch, sample: int, score: Score) -> bool:
         """Return whether the batch has a score, with the parts of the reward model and the judge."""
@@ -164,20 +162,21 @@ class Arguments:
         """
         every = max(1, len(given) // NUM_COMPARED)
         self._credit += READ_BYTES
-        chosen = [i for i in sorted(given)[batch.fingerprint % every :: every] if self.affords(batch, i)]
-        for sample in chosen:
-            again = self.of(batch, sample)
+        prompts: dict[int, Prompt] = {}
+        for sample in sorted(given)[batch.fingerprint % every :: every]:
+            if not self.affords(batch, sample):
+                continue
+            again, group = self.of(batch, sample), int(batch.groups[sample])
             for name, value in given[sample].items():
                 if json.dumps(value, default=repr) != json.dumps(again[name], default=repr):
                     raise CheckFailed(
                         f"score check: the reward function got the {name} {value!r:.80} for "
                         f"{place(batch, sample)}, but its row and its response ids give {again[name]!r:.80}."
                     )
-        if batch.turns is None:
-            prompts = {int(group): batch.prompts[group] for group in batch.groups[chosen].tolist()}
-            for prompt in prompts.values():
-                if prompt.place:
-                    self.check_prompt(prompt)
+            prompts[group] = batch.prompts[group]
+        for prompt in prompts.values():
+            if batch.turns is None and prompt.place:
+                self.check_prompt(prompt)
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise CheckFailed unless the prompt renders its row, and ValueError unless it has its tokens."""

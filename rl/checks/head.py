@@ -2,9 +2,7 @@
 
 Once after each start, `linear_logprobs` (and, with a teacher, `linear_divergence`) is computed for random
 hidden states with the policy's own weight, layout and dtype, in several chunks. The second computation starts
-from the same logits, but gathers them over the tensor parallel ranks and is plain torch in float64. An error
-above the rounding of the model's dtype is therefore an error of the softmax, of the exchange between ranks,
-of a gradient, or of a sum in too coarse a dtype.
+from the same logits, but gathers them over the tensor parallel ranks and is plain torch in float64.
 """
 
 import math
@@ -17,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.checks.batches import CheckFailed
-from rl.runtime.collectives import gather_objects
+from rl.runtime.collectives import gather_texts
 from rl.training.engine import TrainingEngine
 from rl.training.logprobs import FLOOR, gathered, linear_logprobs, own_rows
 
@@ -28,30 +26,23 @@ OUTPUT_ERROR = 2.0**-14
 GRADIENT_ERROR = {torch.float32: 2.0**-9, torch.bfloat16: 2.0**-8}
 """Maximum error of gradients, relative to their norm. A sum that is rounded to bfloat16 after each chunk has
 an error above 2^-7.5."""
+OfTensor = Callable[[Tensor], Tensor]
 
 
 class WrongHead(CheckFailed):
     """Raised on every rank if outputs or gradients of the head are not those of float64."""
 
 
-def check_head(
-    model: TrainingEngine,
-    linear: Callable[..., Tensor] | None = None,
-    of: Any = None,
-    tokens: Callable[..., tuple[Tensor, Tensor]] | None = None,
-) -> None:
+def check_head(model: TrainingEngine, **teacher: Any) -> None:
     """Raise WrongHead if the head of a policy differs from float64. Collective over the world.
 
-    linear, of: with a teacher the divergence of a teacher from hidden states (`linear_divergence`), and its
-    kind. tokens: with `teacher.top_k` its function `top_k` of hidden states; linear is `top_k_divergence`.
+    teacher: arguments of `problems_of` for a policy with a teacher.
     """
     own, problems = model.chunks[-1], list[str]()
     if own.post_process and getattr(own, "head", None) is linear_logprobs:
-        group, temperature = model.grid.groups.tp, model.spec.temperature
-        problems = problems_of(
-            own.head_weight, group, temperature=temperature, linear=linear, of=of, tokens=tokens
-        )
-    if found := [text for texts in gather_objects(problems) for text in texts]:
+        temperature = model.spec.temperature
+        problems = problems_of(own.head_weight, model.grid.groups.tp, temperature=temperature, **teacher)
+    if found := gather_texts(problems):
         raise WrongHead(
             f"head check: {found[0]}: the softmax, the exchange between tensor parallel ranks or a gradient "
             "is wrong, or a float32 value was rounded to the model's dtype."
@@ -69,7 +60,9 @@ def problems_of(
 ) -> list[str]:
     """Return how results for random hidden states differ from float64. Collective over the group.
 
-    head: this rank's rows of the head, of which the first ROWS are used. Others: as in `check_head`.
+    head: this rank's rows of the head, of which the first ROWS are used. linear, of: with a teacher the
+    divergence of a teacher from hidden states (`linear_divergence`), and its kind. tokens: with
+    `teacher.top_k` its function `top_k` of hidden states; linear is `top_k_divergence`.
     """
     weight = head.detach()[:ROWS].requires_grad_(head.requires_grad)
     vocab_size = len(weight) * group.size() - 3  # as if three rows were padding
@@ -87,8 +80,31 @@ def problems_of(
         p, own = log_p.exp(), log_p.gather(1, targets[:, None])[:, 0]
         return torch.stack((own, -(p * log_p).sum(-1), p.square().sum(-1).detach()))
 
-    cases: list[tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]]
-    cases = [("log-probs and entropy", logprobs, expected)]
+    def problem(name: str, function: OfTensor, formula: OfTensor) -> str:
+        """Return what differs between a function of hidden states and a formula of logits."""
+        with torch.enable_grad():
+            own = hidden.clone().requires_grad_()
+            x = _logits(hidden, weight.detach(), options).requires_grad_()
+            found, exact = function(own), formula(x)
+            upstream = torch.linspace(0.5, 2, exact.numel(), device=x.device).view_as(exact)
+            learned = [own, weight] if weight.requires_grad else [own]
+            gradients = torch.autograd.grad((found * upstream).sum(), learned)
+            (of_logits,) = torch.autograd.grad((exact * upstream).sum(), x)
+        error = float((found.detach() - exact.detach()).abs().max() / (1 + x.detach().abs().max()))
+        if not error <= OUTPUT_ERROR:
+            return f"{name} differ from float64 by {error:.3g} of the largest logit"
+        first, rows = own_rows(weight, options["vocab_size"], options["group"])
+        rest = (of_logits[:, first : first + rows] / options["temperature"]).to(weight.dtype)
+        pairs = {"hidden states": (gradients[0], (rest @ weight.detach()[:rows]).double())}
+        if weight.requires_grad:
+            pairs["weight of the head"] = gradients[1][:rows], rest.double().T @ hidden.double()
+        for what, (gradient, other) in pairs.items():
+            error = float((gradient - other).norm() / other.norm())
+            if not error <= GRADIENT_ERROR[weight.dtype]:
+                return f"the gradient of {name} for the {what} differs from float64 by {error:.3g}"
+        return ""
+
+    cases: list[tuple[str, OfTensor, OfTensor]] = [("log-probs and entropy", logprobs, expected)]
     if linear is not None:
         teacher, name = weight.detach().roll(1, 1), getattr(of, "func", of).__name__
         log_q = _logits(other, teacher, options).log_softmax(-1)
@@ -99,16 +115,15 @@ def problems_of(
             given, best = dict(ids=ids, log_q=of_ids), log_q.topk(ids.shape[1]).values
             worst = (log_q.gather(1, ids) - best).abs().max() / (1 + best.abs().max())
             if not float(gathered(worst[None], group).max()) <= OUTPUT_ERROR:
-                return [
-                    f"the {ids.shape[1]} tokens of teacher.top_k are not the teacher's most probable ones"
-                ]
+                number = ids.shape[1]
+                return [f"the {number} tokens of teacher.top_k are not the teacher's most probable ones"]
         divergence = partial(linear, divergence=of, **given, **options)
 
         def formula(x: Tensor) -> Tensor:
             return _divergence(_coarse(x.log_softmax(-1), ids), _coarse(log_q, ids), name, beta)
 
         cases.append((name, lambda hidden: divergence(hidden, weight), formula))
-    return [text for case in cases if (text := _problem(*case, hidden, weight, options))]
+    return [text for case in cases if (text := problem(*case))]
 
 
 def _logits(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
@@ -138,37 +153,3 @@ def _divergence(log_p: Tensor, log_q: Tensor, name: str, beta: float) -> Tensor:
         log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log(1 - beta))
         return beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
     return kl(log_q, log_p) if name == "forward_kl" else kl(log_p, log_q)
-
-
-def _problem(
-    name: str,
-    function: Callable[[Tensor], Tensor],
-    formula: Callable[[Tensor], Tensor],
-    hidden: Tensor,
-    weight: Tensor,
-    options: dict[str, Any],
-) -> str:
-    """Return what differs between a function of the hidden states and a formula of the logits; "" if nothing
-    does.
-    """
-    with torch.enable_grad():
-        hidden = hidden.detach().clone().requires_grad_()
-        x = _logits(hidden.detach(), weight.detach(), options).requires_grad_()
-        found, expected = function(hidden), formula(x)
-        upstream = torch.linspace(0.5, 2, expected.numel(), device=x.device).view_as(expected)
-        learned = [hidden, weight] if weight.requires_grad else [hidden]
-        gradients = torch.autograd.grad((found * upstream).sum(), learned)
-        (of_logits,) = torch.autograd.grad((expected * upstream).sum(), x)
-    error = float((found.detach() - expected.detach()).abs().max() / (1 + x.detach().abs().max()))
-    if not error <= OUTPUT_ERROR:
-        return f"{name} differ from float64 by {error:.3g} of the largest logit"
-    first, rows = own_rows(weight, options["vocab_size"], options["group"])
-    own = (of_logits[:, first : first + rows] / options["temperature"]).to(weight.dtype)
-    pairs = {"hidden states": (gradients[0], (own @ weight.detach()[:rows]).double())}
-    if weight.requires_grad:
-        pairs["weight of the head"] = gradients[1][:rows], own.double().T @ hidden.detach().double()
-    for what, (gradient, exact) in pairs.items():
-        error = float((gradient - exact).norm() / exact.norm())
-        if not error <= GRADIENT_ERROR[weight.dtype]:
-            return f"the gradient of {name} for the {what} differs from float64 by {error:.3g} of its size"
-    return ""

@@ -6,9 +6,10 @@ from math import inf, sqrt
 import torch
 from torch import Tensor
 
+from rl.checks.batches import token_place
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
-from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 
 PRODUCTS_PER_LAYER = 6
 """Number of consecutive matrix products in a layer: QKV, scores, weighted sum, output projection, two in the
@@ -18,9 +19,8 @@ SLACK = 4
 NUM_EQUAL = 32
 """Number of tokens whose log-probs do not stay equal by chance after an update that moved weights."""
 FP8_FACTOR = 4
-"""Factor by which the limit grows if the engine's weights are in FP8. The relative error of an element is
-then at most 2^-4, and 2.5 % as a root mean square. If the activations are rounded, too, the error of a
-product is sqrt(2) times as large. This is 2.3 times SLACK * 2^-8, the limit for a product in bfloat16."""
+"""Factor by which the limit grows if the engine's weights are in FP8, with a relative error of 2.5 % (root
+mean square). With rounded activations, a product errs by 2.3 times SLACK * 2^-8, the limit in bfloat16."""
 
 
 class LogprobMismatch(RuntimeError):
@@ -97,20 +97,17 @@ def check_engine(
         return {}
     size = float(torch.where(counted, engines.abs(), 0.0).sum() / counted.sum())
     mean, limit = float(by_sample[kept].sum() / counts[kept].sum()), limit * max(1.0, size)
-    explained = min(limit, noise)
+    explained, worst = min(limit, noise), int(gaps.argmax())
     if mean <= explained:
         return {"training/logprob_gap": mean, "training/logprob_gap_limit": limit}
-    worst = int(gaps.argmax())
-    sample = int((batch.offsets[1:] <= worst).sum())
-    engine, trainer = float(engines[worst]), float(logprobs[worst])
     per_rank = [float(by_sample[mine].sum() / counts[mine].sum().clamp(min=1)) for mine in ranks]
     by_rank = ", ".join(f"rank {rank} {gap:.2g}" for rank, gap in enumerate(per_rank))
     raise LogprobMismatch(
         f"the engine's log-probs differ from the trainer's by {mean:.2g} nats in the mean over tokens, more "
         f"than rounding explains ({explained:.2g}); by data parallel rank of the trainer: {by_rank}; largest "
-        f"at token {worst - int(batch.offsets[sample])} of sample {sample}: engine {engine:.4g}, trainer "
-        f"{trainer:.4g}. {explain(explained)} If the engine computes in another precision, raise "
-        "agreement.logprob_slack."
+        f"at {token_place(batch, worst)}: engine {float(engines[worst]):.4g}, trainer "
+        f"{float(logprobs[worst]):.4g}. {explain(explained)} If the engine computes in another precision, "
+        "raise agreement.logprob_slack."
     )
 
 
@@ -126,8 +123,8 @@ def check_reference(batch: Batch, *, limit: float) -> None:
     if mean > limit * max(1.0, float(batch.ref_logprobs.abs().mean())):
         raise LogprobMismatch(
             f"before the first update the log-probs of policy and reference differ by {mean:.2g} nats in the "
-            "mean over tokens, but both are the model that the run started from: either their weights "
-            "differ, or a forward pass is not deterministic (dropout)."
+            "mean over tokens, but both are the model that the run started from: their weights differ, or a "
+            "pass is random (dropout)."
         )
 
 
@@ -139,44 +136,35 @@ def check_moved(batch: Batch) -> None:
     if torch.equal(old[counted], reference[counted]):
         raise LogprobMismatch(
             f"reference check: {int(counted.sum())} log-probs of the reference are exactly the policy's, "
-            "although the policy has learned: the pass of the reference used the policy's weights, or the "
-            "policy's pass those of the reference."
+            "although the policy has learned: one pass used the weights of the other."
         )
 
 
-def check_equal(
-    batch: Batch, logprobs: Tensor, version: int, plans: list[MicroBatchPlan], *, replayed: str = ""
-) -> None:
+def check_equal(batch: Batch, version: int, plans: list[MicroBatchPlan], replayed: str = "") -> None:
     """Raise NumericsDiffer if a sampled token has another log-prob in the trainer than in the engine.
 
-    logprobs: log-probs of the trainer, float32 [T]. version: version of the policy that learns from the
-        batch.
-    plans: the mini-batches, from which the rank of a sample is known. replayed: run whose samples are
-        replayed
-    (`run.rollouts`).
+    version: version of the policy that learns from the batch. plans: the mini-batches, from which the rank of
+    a sample is known. replayed: run whose samples are replayed (`run.rollouts`).
     """
-    assert batch.rollout_logprobs is not None and batch.mask is not None
-    differ = (logprobs != batch.rollout_logprobs) & (batch.mask > 0)
+    logprobs, engines = batch.column("old_logprobs"), batch.column("rollout_logprobs")
+    differ = (logprobs != engines) & (batch.mask > 0)
     if not differ.any():
         return
     first = int(differ.nonzero()[0])
-    sample = int((batch.offsets[1:] <= first).sum())
-    by_rank = [(rank, micro) for plan in plans for rank, micros in enumerate(plan) for micro in micros]
-    holder = next(rank for rank, micro in by_rank if sample in micro)
-    sampled = batch.weight_versions
+    sample, versions = int((batch.offsets[1:] <= first).sum()), batch.weight_versions
+    by_rank = [(rank, samples_of([micros])) for plan in plans for rank, micros in enumerate(plan)]
+    holder = next(rank for rank, samples in by_rank if sample in samples)
     remedy = "Use model.numerics=fast, or compare the libraries and processors of the ranks."
     if replayed and version:
         remedy = (
             f"In run.mode=train_only the weights of version {version} are those of run.rollouts={replayed} "
-            "only if this run has learned as that run did: a key that changes an update, such as "
-            "training.optimizer.lr, leads to other weights. Compare the config.yaml of both runs and set the "
-            "same values, or use model.numerics=fast."
+            "only if no key that changes an update, such as training.optimizer.lr, differs. Compare the "
+            "config.yaml of both runs, or use model.numerics=fast."
         )
     raise NumericsDiffer(
         f"model.numerics=bitwise: {int(differ.sum())} of {int((batch.mask > 0).sum())} sampled tokens have "
-        f"another log-prob in the trainer than in the engine. The first one is token "
-        f"{first - int(batch.offsets[sample])} of sample {sample}: {float(logprobs[first])!r} in the trainer "
-        f"(data parallel rank {holder}, weights of version {version}), "
-        f"{float(batch.rollout_logprobs[first])!r} in the engine (version "
-        f"{'unknown' if sampled is None else int(sampled[first])}). {remedy}"
+        f"another log-prob in the trainer than in the engine. The first one is {token_place(batch, first)}: "
+        f"{float(logprobs[first])!r} in the trainer (data parallel rank {holder}, weights of version "
+        f"{version}), {float(engines[first])!r} in the engine (version "
+        f"{'unknown' if versions is None else int(versions[first])}). {remedy}"
     )

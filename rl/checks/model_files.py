@@ -12,22 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rl.checks.few_samples import random_output
 from rl.checks.logprobs import LogprobMismatch, rounding_limit
 from rl.checks.transformers_pass import logprobs_of_files, random_batch
 from rl.models.placement import count_experts
 from rl.objectives.segments import segment_sum
 from rl.runtime.collectives import broadcast_object
 from rl.training.engine import TrainingEngine
-from rl.training.micro_batch_plans import plan_minibatch
 from rl.training.model import Packed
 
-MAX_CHECKED = 4 << 30
-"""Maximum number of parameters of an exported model that is compared. Rank 0 loads the model in float32 into
-host memory."""
+MAX_CHECKED, MAX_AT_START = 4 << 30, 1 << 30
+"""Maximum number of parameters of a model that is compared, of an export and at the start of a run. Rank 0
+loads the model in float32 into host memory."""
 NOISE = 8
 """Maximum difference at the start, relative to the noise of the policy's dtype."""
-MAX_AT_START = 1 << 30
-"""The same maximum at the start of a run."""
 
 
 def wrong_export(policy: TrainingEngine, directory: Path) -> str | None:
@@ -82,16 +80,7 @@ def _own_logprobs(policy: TrainingEngine, most: int) -> Tensor | None:
     hf, weights = policy.weight_map.hf, policy.weight_map.weights
     if "vision_config" in hf or sum(weight.num_elements for weight in weights) > most:
         return None
-    batch = random_batch(hf["vocab_size"])
-    plan = plan_minibatch(
-        batch,
-        list(range(len(batch))),
-        dp=policy.grid.dp,
-        max_tokens=4096,
-        multiple=policy.grid.micro_batch_multiple,
-    )
-    (found,) = policy.forward(batch, [plan], ("logprobs",))
-    return found
+    return random_output(policy, "logprobs")
 
 
 def _in_own_process(policy: TrainingEngine, directory: Path) -> Tensor | str | None:
@@ -103,13 +92,16 @@ def _in_own_process(policy: TrainingEngine, directory: Path) -> Tensor | str | N
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode < 0:
-            signal = -done.returncode
-            print(f"warning: export check: the pass of transformers was ended by signal {signal}", flush=True)
+            text = f"warning: export check: the pass of transformers was ended by signal {-done.returncode}"
+            print(text, flush=True)
             return None
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-            return f"transformers does not load the files: {said[-1]}"
-        return torch.from_numpy(np.load(out))
+        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+        is_loaded = done.returncode == 0
+        return (
+            torch.from_numpy(np.load(out))
+            if is_loaded
+            else f"transformers does not load the files: {said[-1]}"
+        )
 
 
 def _difference(
@@ -130,9 +122,5 @@ def _difference(
     gap = float(gaps.sum() / lengths.sum())
     exact, rounded = (rounding_limit(hf, dtype) for dtype in (torch.float32, policy.weight_map.dtype))
     limit = min(slack * rounded * max(1.0, float(expected.abs().mean())), NOISE * slack * max(noise, exact))
-    if gap <= limit:
-        return None
-    return (
-        f"transformers computes log-probs from the files that differ from the policy's by {gap:.3g} nats per "
-        f"token, more than rounding ({limit:.2g})"
-    )
+    text = "transformers computes log-probs from the files that differ from the policy's by"
+    return f"{text} {gap:.3g} nats per token, more than rounding ({limit:.2g})" if gap > limit else None

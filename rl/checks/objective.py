@@ -1,9 +1,9 @@
 """Compares each loss, its value and its gradient, with its formula, which is written again here.
 
-Once after each start, before the first update of a model, the loss that the model learns by is computed in
-float64 for random tokens: ratios near and far from 1, advantages of both signs, masked tokens, and the
-denominators of a mini-batch that is larger than the micro-batch. FORMULAS has the same loss in plain torch.
-Losses of users' files, and fipo, have no formula here.
+Before the first update of a model after a start, its loss is computed in float64 for random tokens: ratios
+near and far from 1, advantages of both signs, masked tokens, and the denominators of a mini-batch that is
+larger than the micro-batch. FORMULAS has the same loss in plain torch. Losses of users' files, and fipo, have
+no formula here.
 """
 
 from collections.abc import Callable
@@ -130,9 +130,8 @@ def check_loss(name: str, loss: LossFunction, config: Config) -> None:
     if name == "kto":
         loss = Loss.of(loss).given(kl=KL)
     # With advantages of 0, the gradients of a small KL term stand alone.
-    if problem := _problem(LossPoint(config), loss, formula) or _problem(
-        LossPoint(config, 0.0), loss, formula
-    ):
+    problems = (_problem(LossPoint(config, scale), loss, formula) for scale in (1.0, 0.0))
+    if problem := next(filter(None, problems), ""):
         raise CheckFailed(
             f"objective check: objective.loss={config.objective.loss}, "
             f"aggregation={config.objective.aggregation}: the loss {name} differs from its formula: "
@@ -141,32 +140,29 @@ def check_loss(name: str, loss: LossFunction, config: Config) -> None:
 
 
 def _problem(p: LossPoint, loss: LossFunction, formula: Callable[[LossPoint], Tensor]) -> str:
+    """Return a text about the first difference from the formula; "" if there is none."""
     with torch.enable_grad():
         values = loss(p.micro_batch(), p.totals)[0], formula(p)
         slopes = [torch.autograd.grad(v, list(p.outputs.values()), allow_unused=True) for v in values]
-    problems = [_differs(p, *pair) for pair in zip(p.outputs, *slopes)]
-    found, expected = (float(v.detach()) for v in values)
-    if abs(found - expected) > TOLERANCE * max(1e-3, abs(expected)):
-        problems.append(f"its value is {found:.6g} instead of {expected:.6g}")
-    return next(filter(None, problems), "")
-
-
-def _differs(p: LossPoint, output: str, found: Tensor | None, expected: Tensor | None) -> str:
-    """Return a text about the first token at which two gradients for an output differ; "" if none does."""
-    found, expected = (torch.zeros_like(p.mask) if x is None else x for x in (found, expected))
-    wrong = (found - expected).abs() > TOLERANCE * torch.maximum(expected.abs(), expected.abs().max() / 1e3)
-    if not wrong.any():
-        return ""
-    if wrong[p.mask == 0].any():
-        return "masked tokens, such as tool output, have a gradient"
-    token = int(wrong.nonzero()[0])
-    ratio = float((p.logprobs - p.old_logprobs)[token].detach().exp())
-    low, high = 1 - p.goal.clip_low, 1 + p.goal.clip_high
-    return (
-        f"the gradient for {output} is {float(found[token]):.4g} instead of {float(expected[token]):.4g} at "
-        f"a token with advantage {float(p.advantages[token]):.3g} and ratio {ratio:.4g}, "
-        f"{'within' if low <= ratio <= high else 'beyond'} the clip range {low:g} to {high:g}"
-    )
+    for output, *pair in zip(p.outputs, *slopes):
+        own, expected = (torch.zeros_like(p.mask) if x is None else x for x in pair)
+        size = torch.maximum(expected.abs(), expected.abs().max() / 1e3)
+        wrong = (own - expected).abs() > TOLERANCE * size
+        if wrong[p.mask == 0].any():
+            return "masked tokens, such as tool output, have a gradient"
+        if wrong.any():
+            token = int(wrong.nonzero()[0])
+            ratio = float((p.logprobs - p.old_logprobs)[token].detach().exp())
+            low, high = 1 - p.goal.clip_low, 1 + p.goal.clip_high
+            return (
+                f"the gradient for {output} is {float(own[token]):.4g} instead of "
+                f"{float(expected[token]):.4g} at a token with advantage {float(p.advantages[token]):.3g} "
+                f"and ratio {ratio:.4g}, {'within' if low <= ratio <= high else 'beyond'} the clip range "
+                f"{low:g} to {high:g}"
+            )
+    found, wanted = (float(v.detach()) for v in values)
+    is_equal = abs(found - wanted) <= TOLERANCE * max(1e-3, abs(wanted))
+    return "" if is_equal else f"its value is {found:.6g} instead of {wanted:.6g}"
 
 
 # Losses of single tokens ---------------------------------------------------------------------------------
@@ -205,9 +201,8 @@ def _binary_kl(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _gmpo(p: LossPoint) -> Tensor:
-    d, sign = p.logprobs - p.old_logprobs, p.advantages.sign()
-    low, high = -p.goal.clip_low, p.goal.clip_high
-    d = torch.where(sign > 0, d.clamp(max=high), d.clamp(min=low))
+    d, is_good = p.logprobs - p.old_logprobs, p.advantages > 0
+    d = torch.where(is_good, d.clamp(max=p.goal.clip_high), d.clamp(min=-p.goal.clip_low))
     return p.per_token(-(p.of_samples(d) / p.counts.clamp(min=1)).exp()) * p.advantages
 
 
@@ -217,11 +212,9 @@ def _sapo(p: LossPoint) -> Tensor:
 
 
 def _vespo(p: LossPoint) -> Tensor:
-    w = p.per_token(p.log_ratios("old_logprobs").exp()).detach()
-    k, decay = (
-        torch.where(p.advantages < 0, p.option(f"vespo_{x}_negative"), p.option(f"vespo_{x}_positive"))
-        for x in ("k", "lambda")
-    )
+    w, is_bad = p.per_token(p.log_ratios("old_logprobs").exp()).detach(), p.advantages < 0
+    names = "vespo_k", "vespo_lambda"
+    k, decay = (torch.where(is_bad, p.option(f"{x}_negative"), p.option(f"{x}_positive")) for x in names)
     return -(w**k) * (decay * (1 - w)).exp() * p.advantages * p.logprobs
 
 

@@ -13,19 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rl.checks.batches import CheckFailed
-from rl.checks.transformers_pass import LENGTHS, random_batch
+from rl.checks.few_samples import random_output
 from rl.data.batch import Batch
-from rl.runtime.collectives import gather_objects
+from rl.runtime.collectives import gather_texts
+from rl.runtime.names import listed
 from rl.training.engine import TrainingEngine
 from rl.training.gradients import gradient_buffers
 from rl.training.layer_spec import ZeroCenteredNorm
-from rl.training.micro_batch_plans import plan_minibatch
 from rl.training.model import Packed
 
 NUM_VALUES = 4
 """Number of values that are no powers of two, below which lower bits of 0 may be chance (2^-16 each)."""
-
-
 NUM_UNEQUAL = 0.1
 """Share of the results of a norm that may differ from the rounded result of float64."""
 
@@ -42,8 +40,8 @@ def check_columns(batch: Batch) -> None:
     for name, column in batch.columns().items():
         if name.endswith("logprobs") and is_rounded(column[batch.mask > 0]):
             raise CheckFailed(
-                f"precision check: all values of the column {name} have the precision of bfloat16: log-probs "
-                "are float32, but were stored, computed or sent in the model's dtype."
+                f"precision check: all values of the column {name} have the precision of bfloat16: they were "
+                "stored, computed or sent in the model's dtype, but must be float32."
             )
 
 
@@ -84,28 +82,23 @@ def check_precision(name: str, model: TrainingEngine) -> None:
         if weight.float32 and parameter.dtype is not torch.float32
     ]
     for chunk in model.chunks:
-        rotary = getattr(chunk, "rotary", None)
         for kind in ("frequencies", "local"):
-            values = getattr(rotary, kind, None)
+            values = getattr(getattr(chunk, "rotary", None), kind, None)
             if values is not None and (values.dtype is not torch.float32 or is_rounded(values)):
                 found.append(f"the rotary {kind}")
         for module in chunk.modules():
             if isinstance(module, ZeroCenteredNorm) and _is_coarse(module):
                 found.append("1 + w of a norm")
-        routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
-        if any(router.config.moe_router_dtype not in ("fp32", "fp64") for router in routers):
-            found.append("the scores of the routers")
+            if isinstance(module, TopKRouter) and module.config.moe_router_dtype not in ("fp32", "fp64"):
+                found.append("the scores of the routers")
     if any(buffer.dtype is not torch.float32 for buffer in gradient_buffers(model.wrapped)):
         found.append("the gradient buffers")
     if model.weight_map.dtype is torch.bfloat16 and isinstance(model.chunks[0], Packed) and not model.layers:
-        batch = random_batch(model.weight_map.hf["vocab_size"], LENGTHS[:2])
-        multiple = model.grid.micro_batch_multiple
-        plan = plan_minibatch(batch, [0, 1], dp=model.grid.dp, max_tokens=4096, multiple=multiple)
         with CoarseFunctions() as functions:
-            model.forward(batch, [plan], ("values" if model.spec.has_values else "logprobs",))
+            random_output(model, "values" if model.spec.has_values else "logprobs", number=2)
         found += sorted(functions.found)
-    if wrong := list(dict.fromkeys(text for texts in gather_objects(found) for text in texts)):
+    if wrong := gather_texts(found):
         raise CheckFailed(
-            f"precision check: {', '.join(wrong[:4])} of the {name} must be float32, as in the model's "
-            "definition and in the engine, but were rounded to the model's dtype."
+            f"precision check: {listed(wrong)} of the {name} must be float32, as in the model's definition "
+            "and in the engine, but were rounded to the model's dtype."
         )

@@ -1,12 +1,10 @@
 """Measures the rounding noise of a policy in bfloat16, the unit for the difference between engine and
 trainer.
 
-The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most models. Here the
-noise is measured: log-probs are compared with the log-probs of a second pass, which rounds the hidden states
-once more. In a right run, engine and trainer differ by 1 to 2.6 times this noise. If a token has the
-probability p, an error of the logits moves its log-prob in proportion to 1 - p. Therefore the noise is taken
-to grow with the mean of 1 - p. For example, if the tokens of a batch are less certain than at the
-measurement, its limit is higher.
+The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most models. Here
+log-probs are compared with those of a second pass, which rounds the hidden states once more. In a right run,
+engine and trainer differ by 1 to 2.6 times this noise. If a token has the probability p, an error of the
+logits moves its log-prob in proportion to 1 - p, so the noise is taken to grow with the mean of 1 - p.
 """
 
 import math
@@ -17,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl.checks.few_samples import first_samples, only, tokens_of
+from rl.checks.few_samples import compared_tokens, first_samples, only
 from rl.data.batch import Batch
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
@@ -30,7 +28,6 @@ EVERY = 50
 MIN_TOKENS = 64
 """Minimum number of tokens of a measurement. For a batch of n < MIN_TOKENS tokens, the limit is multiplied by
 sqrt(MIN_TOKENS / n), because the mean over few tokens depends on the largest difference."""
-SEED = 0
 
 
 @contextmanager
@@ -40,7 +37,7 @@ def rounded_again(model: TrainingEngine) -> Iterator[None]:
     A state h becomes h (1 + eps u), rounded, with u uniform in [-1/2, 1/2]. All tensor parallel ranks of a
     pipeline stage draw the same numbers. The random states of the run are not used.
     """
-    generator = torch.Generator(model.device.torch).manual_seed(SEED)
+    generator = torch.Generator(model.device.torch).manual_seed(0)
 
     def perturb(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         is_alone = isinstance(output, Tensor)  # from a layer of transformers
@@ -88,17 +85,14 @@ class RoundingNoise:
         bounds = batch.offsets.tolist()
         few = first_samples(first, lambda i: int(counted[bounds[i] : bounds[i + 1]].sum()), enough=MIN_TOKENS)
         plan = only(first, few, multiple=self._multiple)
-        return plan if int(counted[tokens_of(plan, batch)].sum()) >= MIN_TOKENS else None
+        return plan if compared_tokens(plan, batch, counted).sum() >= MIN_TOKENS else None
 
     def measure(self, plan: MicroBatchPlan, batch: Batch, counted: Tensor, passes: list[Tensor]) -> None:
         """Store the mean difference of the log-probs of two passes over the counted tokens of the plan.
 
         passes: log-probs of both passes, float32 [T] each.
         """
-        first, second = passes
-        tokens = torch.zeros_like(counted)
-        tokens[tokens_of(plan, batch)] = True
-        tokens &= counted
+        (first, second), tokens = passes, compared_tokens(plan, batch, counted)
         self._noise, self._age = float((first - second)[tokens].abs().double().mean()), 0
         self._measured = _mean_doubt(batch, tokens)
 
@@ -119,10 +113,7 @@ class RoundingNoise:
 
 
 def _mean_doubt(batch: Batch, tokens: Tensor) -> float:
-    """Return the mean of 1 - p over some tokens; 0 without tokens.
-
-    p: the probability by the engine. tokens: bool [T].
-    """
+    """Return the mean of 1 - p over some tokens, with the engine's p; 0 without tokens. tokens: bool [T]."""
     assert batch.rollout_logprobs is not None
     doubts = -torch.expm1(batch.rollout_logprobs[tokens].double())
     return float(doubts.mean()) if len(doubts) else 0.0

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rl.checks.batches import CheckFailed, place
+from rl.checks.batches import CheckFailed, refuse
 from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.rollout.inversion import uniforms
@@ -53,17 +53,15 @@ def check_sampling(batch: Batch, config: Config, purpose: str) -> None:
     wrong = (batch.sampled_with != parameters_code(expected)) & (batch.sampled_with != -1)
     if not wrong.any():
         return
-    sample = int(wrong.nonzero()[0])
-    found, what = int(batch.sampled_with[sample]), "other parameters"
-    for other in ("training", "greedy", "validation"):
-        if found == parameters_code(expected_parameters(config, other)):
-            what = f"the parameters of {other}"
+    others = {
+        f"the parameters of {other}": expected_parameters(config, other)
+        for other in ("training", "greedy", "validation")
+    }
     for name, neutral in PARAMETERS.items():
-        for value in (True, False) if isinstance(neutral, bool) else (neutral,):
-            if found == parameters_code(expected | {name: value}):
-                what = f"{name}={value}"
-    raise CheckFailed(
-        f"sampling check: the engine sampled {place(batch, sample)} and {int(wrong.sum()) - 1} further "
-        f"samples of {len(batch)} with {what}, but the config gives "
-        f"{', '.join(f'{name}={value}' for name, value in expected.items())} for {purpose}."
-    )
+        values = (True, False) if isinstance(neutral, bool) else (neutral,)
+        others |= {f"{name}={value}": expected | {name: value} for value in values}
+    code = int(batch.sampled_with[wrong][0])
+    named = [what for what, parameters in others.items() if code == parameters_code(parameters)]
+    given = ", ".join(f"{name}={value}" for name, value in expected.items())
+    what = f"the engine sampled {{sample}} with {['other parameters', *named][-1]}"
+    refuse("sampling", batch, wrong, what, f"the config gives {given} for {purpose}")

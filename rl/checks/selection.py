@@ -7,9 +7,8 @@ Selections of a user's loss have no formula here.
 from typing import Any
 
 import numpy as np
-import torch
 
-from rl.checks.batches import CheckFailed, place
+from rl.checks.batches import CheckFailed, token_place
 from rl.config.schema import Objective
 from rl.data.batch import Batch
 
@@ -49,21 +48,16 @@ def check_selection(
         centred = advantages - advantages.mean()
         own, slack = (own - own.mean()) * centred, slack * float(np.abs(centred).max())
     number = max(1, int(fraction * len(own)))
+    lowest = np.partition(own, -number)[-number] - slack
     if goal.loss == "clip-cov" and goal.top_entropy == 1:
-        low, high = option("cov_low") - slack, option("cov_high") + slack
-        is_candidate = (own >= low) & (own <= high)
-        lowest = low
-    else:
-        lowest = np.partition(own, -number)[-number] - slack
+        lowest, is_candidate = option("cov_low") - slack, own <= option("cov_high") + slack
     wrong = selected & ~(is_candidate & (own >= lowest))
     is_short = goal.loss != "clip-cov" and selected.sum() < number
     is_long = goal.top_entropy == 1 and selected.sum() > number
     if wrong.sum() > 1 + SHARE * selected.sum() or is_short or is_long:
-        token = int(index[wrong.argmax()])
-        sample = int(torch.searchsorted(batch.offsets, token, right=True)) - 1
         raise CheckFailed(
             f"selection check: {int(selected.sum())} tokens are selected by objective.{key}, which selects "
             f"{number} of {len(own)} by their {what}, and {int(wrong.sum())} of them are wrong: "
-            f"{place(batch, sample)} is selected at token {token - int(batch.offsets[sample])} with the "
-            f"{what} {own[wrong.argmax()]:.4g}, below {lowest:.4g}."
+            f"{token_place(batch, int(index[wrong.argmax()]))} has the {what} {own[wrong.argmax()]:.4g}, "
+            f"below {lowest:.4g}."
         )

@@ -1,31 +1,28 @@
 """Checks the backward pass of the model: compares its gradient with differences of its log-probs.
 
-A layer that has its own backward pass may have wrong gradients although its outputs are right. Examples are
-attention over context parallel ranks, a fused kernel, the experts, and the head. All other comparisons of an
-update start from these gradients, so they do not see the error.
+A layer that has its own backward pass (attention over context parallel ranks, a fused kernel, the experts,
+the head) may have wrong gradients although its outputs are right. All other comparisons of an update start
+from these gradients.
 
-After each start of a run, a weight w is changed to w + h s and to w - h s. The difference of the two mean
-log-probs must be the one that the gradient of w gives. A second difference, with h / 2, has a quarter of the
-error, so the distance between the two differences is tolerated. The weights are the norms of a first layer
-before attention and before the MLP or the experts: errors of this and of all later layers reach them. In a
-model with adapters they are B of the adapters there, or DoRA's magnitudes. Routers keep the experts that they
-chose first.
+After each start, a weight w is changed to w + h s and to w - h s. The difference of the two mean log-probs
+must be the one that the gradient of w gives. A second difference, with h / 2, has a quarter of the error, so
+the distance between the two differences is tolerated. The weights are the norms of a first layer before
+attention and before the MLP or the experts: errors of this and of all later layers reach them. In a model
+with adapters they are B of the adapters there, or DoRA's magnitudes.
 
 The signs s are those of the gradient, or random. Along its own signs the change is the largest, so a factor
-in the gradient shows even in bfloat16. Random signs show a part that the gradient lacks. In one more
-direction, a weight of each kind is scaled, by an amount for which its gradient gives the same change for all
-kinds. A weight whose gradient is lost is then scaled the most. If the passes cost less than a share of the
-first step (`rl.checks.cost`), all DIRECTIONS are compared in this step, otherwise in the first few steps. The
-model is compared with itself, so the choice of tokens does not matter.
+shows even in bfloat16. Random signs show a part that the gradient lacks. In one more direction, a weight of
+each kind is scaled by an amount for which its gradient gives the same change for all kinds; a weight whose
+gradient is lost is scaled the most.
 """
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
@@ -37,21 +34,26 @@ from rl.checks.logprobs import rounding_limit
 from rl.data.batch import Batch
 from rl.models.layout import Weight
 from rl.models.sizes import num_experts
-from rl.runtime.collectives import gather_objects, sum_over_world
+from rl.runtime.collectives import gather_texts, sum_over_world
+from rl.runtime.names import one_of_each_kind
 from rl.training.engine import TrainingEngine
 from rl.training.gradients import first_rows
-from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 from rl.training.model import Packed
 from rl.training.packing import MicroBatch
 
 DIRECTIONS: list[tuple[int, int] | None] = [(0, 0), None, (1, 0), (0, 1), (1, 1)]
 """Index of the weight, and seed of its random signs; 0: the signs of the gradient. None: weights of all kinds
-are scaled."""
+are scaled. All are measured in the first step if their passes cost little (`rl.checks.cost`)."""
 STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-3}
 """Largest step h by dtype, relative to the mean absolute weight of a norm, far above the distance of two
 neighbouring numbers."""
 CHANGE = {torch.float32: 0.05, torch.bfloat16: 0.4}
 """Change of the mean log-prob above which the step is smaller, in nats; for a norm at least STEP / 2."""
+SCALE = 0.01
+"""Change of the mean log-prob when weights of all kinds are scaled, in nats; more if the noise is large."""
+LOST = 0.125
+"""Relative change of weights whose gradient is 0. They are scaled together: then nothing may change."""
 ERRORS = 40
 """Number of standard errors that the change need not exceed: a smaller change is closer to linear."""
 TOLERANCE = {torch.float32: (0.01, 0.05), torch.bfloat16: (0.12, 0.25)}
@@ -59,57 +61,53 @@ TOLERANCE = {torch.float32: (0.01, 0.05), torch.bfloat16: (0.12, 0.25)}
 gradient, and along random signs."""
 NONLINEAR = 0.25
 """Maximum distance between the changes with h and with h / 2, relative to their size. Above it nothing is
-compared. For example, with a low temperature log-probs are far from linear in a change of this size."""
+compared: with a low temperature, log-probs may be far from linear."""
 GAP = 0.1
 """Difference of log-probs that rounding causes, as a share of its bound (`rounding_limit`). Right runs stay
 below it."""
 INDEPENDENT = 256
-"""Maximum number of tokens whose rounding errors count as independent. There is a maximum because equal
-tokens are rounded equally."""
-CUT = 64
-"""Maximum number of tokens that are kept of a prompt (the last ones) and of a response (the first ones)."""
+"""Maximum number of tokens whose rounding errors count as independent: equal tokens are rounded equally."""
+CUT = 160
+"""Maximum number of tokens that are kept of a prompt (the last ones) and of a response (the first ones). It
+is so large that attention divides the groups of samples that share a prompt (`rl.training.rows`)."""
+SHORT = 64
+"""Number of tokens up to which a sample with recorded experts is not shortened, also in a small step."""
 NORMS = r"(input|post_attention|pre_feedforward)_layernorm"
 """Names of the norms before attention and before the MLP, without the norms of heads."""
-
-
 SIGNS, RANDOM, SCALES = "the signs of its gradient", "random signs", "the scales"
-SCALE = 0.01
-"""Change of the mean log-prob when weights of all kinds are scaled, in nats; more if the noise is large."""
 
 
 class WrongBackward(RuntimeError):
     """Raised on every rank if the gradient of the model is not the slope of its log-probs."""
 
 
-@dataclass(frozen=True)
-class Slope:
-    """Changes of the mean log-prob along one direction."""
+class Slope(NamedTuple):
+    """Changes of the mean log-prob along one direction of some weights.
 
-    names: list[str]
-    """Names of the weights."""
+    along: SIGNS, RANDOM or SCALES. coarse: half of the change from w - h s to w + h s. fine: change from
+    w - h s / 2 to w + h s / 2. expected: `fine` according to the gradient. error: standard error of `fine`
+    that rounding causes.
+    """
+
+    names: str
     along: str
-    """The direction: SIGNS, RANDOM or SCALES."""
     coarse: float
-    """Half of the change from w - h s to w + h s."""
     fine: float
-    """Change from w - h s / 2 to w + h s / 2."""
     expected: float
-    """`fine` according to the gradient."""
     error: float
-    """Standard error of `fine` that rounding causes."""
 
 
-@dataclass(frozen=True)
-class WeightMove:
-    """How a weight moves, as this rank sees it."""
+class WeightMove(NamedTuple):
+    """How a weight moves, as this rank sees it.
+
+    parameter, gradient, share: as `TrainingEngine.gradients` returns them. path: the largest change of the
+    weight's `first_rows`, float64; None if this rank learns no part of the weight.
+    """
 
     parameter: Any
-    """None on a rank that learns no part of the weight."""
     gradient: Tensor | None
     share: float
-    """The gradient of the weight is the sum of share * gradient over all ranks."""
     path: Tensor | None
-    """The largest change of the weight's `first_rows`, float64."""
 
 
 class SlopeCheck:
@@ -124,20 +122,16 @@ class SlopeCheck:
 
     @cached_property
     def _kinds(self) -> list[Weight]:
-        """A weight of each kind: a name without the numbers of layer and expert.
+        """A weight of each kind (`one_of_each_kind`); none in a model with DoRA (`_weights`).
 
         No hook sees the gradients that Transformer Engine's products add to the buffers directly.
         """
-        learned, kinds = self._model.learned_map, dict[str, list[Weight]]()
+        learned = self._model.learned_map
         own = [w.hf[0] for w, parameter in learned.local() if getattr(parameter, "adds_in_product", False)]
-        hidden = set().union(*gather_objects(own))
-        for weight in learned.weights:
-            if ".lora_magnitude" in weight.megatron:
-                return []  # see `_weights`
-            if weight.hf[0] in hidden:
-                continue
-            kinds.setdefault(re.sub(r"\d+", "*", weight.hf[0]), []).append(weight)
-        return [members[7 * place % len(members)] for place, members in enumerate(kinds.values())]
+        hidden = set(gather_texts(own))
+        if any(".lora_magnitude" in weight.megatron for weight in learned.weights):
+            return []
+        return one_of_each_kind([w for w in learned.weights if w.hf[0] not in hidden], lambda w: w.hf[0])
 
     @cached_property
     def _weights(self) -> list[Weight]:
@@ -166,13 +160,11 @@ class SlopeCheck:
 
         noise: measured noise of log-probs (`RoundingNoise`), in nats; None uses the bound of rounding.
         """
-        missing = len(self._left)
-        if not self._weights or not missing:
+        if not self._left or not self._weights:
             return
-        tokens, number = slope_passes(int(batch.lengths.sum()), missing)
+        tokens, number = slope_passes(int(batch.lengths.sum()), len(self._left))
         batch, few = _first_tokens(batch, plan, tokens=tokens, multiple=self._model.grid.micro_batch_multiple)
-        count = float((batch.mask[tokens_of(few, batch)] > 0).sum())
-        if count:
+        if count := float((batch.mask[tokens_of(few, batch)] > 0).sum()):
             with _fixed_routes(self._model):
                 self._measure(batch, few, number, count, noise)
             self._compare(count)
@@ -181,180 +173,185 @@ class SlopeCheck:
         self, batch: Batch, few: MicroBatchPlan, number: int, count: float, noise: float | None
     ) -> None:
         """Measure along the next directions. count: number of counted tokens of the plan."""
-        model, dtype = self._model, self._model.weight_map.dtype
-        output = self._output
-        mean = _mean_output(model, batch, few, count, output)  # and the routers choose
+        model, dtype, output = self._model, self._model.weight_map.dtype, self._output
+
+        def mean_output() -> float:
+            (found,) = model.forward(batch, [few], (output,))
+            return float(torch.where(batch.mask > 0, found, 0.0).double().sum()) / count
+
+        mean = mean_output()  # and the routers choose
         # The rounding error of log-probs is in proportion to their size.
         error = 2 * noise if noise else GAP * max(1.0, abs(mean)) * rounding_limit(model.weight_map.hf, dtype)
         error *= math.sqrt(2 / min(count, INDEPENDENT))
-        loss = partial(_mean, mask=batch.mask, count=count, output=output)
         weights = [*self._weights, *self._kinds]
+        loss = partial(_mean, mask=batch.mask, count=count, output=output)
         parts = model.gradients(batch, few, loss, weights, output)
-        own = torch.zeros(1, dtype=torch.float64)
-        own[0] = sum(float(part[1].abs().sum()) for part in parts[:2] if part[1] is not None)
-        if not sum_over_world(own, model.device.torch):  # for example, a new value head is 0
-            return
+        if not any(self._summed([None if part[1] is None else part[1].abs().sum() for part in parts[:2]])):
+            return  # for example, a new value head is 0
 
-        def slope_of(of: Sequence[Weight], along: str, moves: Sequence[WeightMove]) -> Slope:
-            changes, by_gradient = [], torch.zeros(1, dtype=torch.float64)
+        def slope_of(names: str, along: str, moves: Sequence[WeightMove]) -> Slope:
+            changes, ends = [], list[list[Tensor]]()
             for half in (1.0, 0.5):
                 means, ends = [], []
                 for step in (half, -half):
                     with ExitStack() as stack:
                         ends.append([stack.enter_context(_moved(move, step)) for move in moves])
-                        means.append(_mean_output(model, batch, few, count, output))
+                        means.append(mean_output())
                 changes.append((means[0] - means[1]) / 2 / half)
-            for move, up, down in zip(moves, *ends):
-                if move.gradient is not None:
-                    by_gradient[0] += move.share * float(((up - down) * move.gradient).sum())
-            (expected,) = sum_over_world(by_gradient, model.device.torch).tolist()
-            return Slope([w.hf[0] for w in of], along, changes[0], changes[1], expected, error)
+            terms = [
+                None if move.gradient is None else move.share * ((up - down) * move.gradient).sum()
+                for move, up, down in zip(moves, *ends)
+            ]
+            coarse, fine = changes
+            return Slope(names, along, coarse, fine, sum(self._summed(terms)), error)
 
         for direction in self._left[:number]:
             if direction is None:
-                moves = self._scales(parts[2:], error)
-                slope = slope_of(weights[2:], SCALES, moves)
+                names = [weight.hf[0] for weight in self._kinds]
+                moves, lost = self._scales(parts[2:], error)
+                slope = slope_of(", ".join(names), SCALES, moves)
                 if moves and not slope.expected and not slope.fine:
                     continue  # new adapters: B is 0 until the first update
                 if self._is_wrong([slope]):  # find the weight
-                    alone = (slope_of([weight], SCALES, [move]) for weight, move in zip(weights[2:], moves))
+                    alone = (slope_of(name, SCALES, [move]) for name, move in zip(names, moves))
                     slope = next((each for each in alone if self._is_wrong([each])), slope)
+                elif lost:
+                    slope = slope_of(", ".join(names[n] for n in lost), SCALES, list(lost.values()))
             else:
-                (parameter, gradient, share), seed = parts[direction[0]], direction[1]
-                path = None if parameter is None else _signs(first_rows(parameter), gradient, seed)
-                step = self._step_of(parameter, gradient, path, share, error=error, is_random=seed > 0)
-                move = WeightMove(parameter, gradient, share, None if path is None else step * path)
-                slope = slope_of([weights[direction[0]]], RANDOM if seed else SIGNS, [move])
+                place, seed = direction
+                along, move = RANDOM if seed else SIGNS, self._signed(*parts[place], seed, error)
+                slope = slope_of(weights[place].hf[0], along, [move])
             self._left.remove(direction)
             self._slopes.append(slope)
 
-    def _scales(self, parts: list[tuple[Any, Tensor | None, float]], error: float) -> list[WeightMove]:
-        """Return moves that scale the weights of `_kinds`. Collective over the world.
+    def _summed(self, own: Sequence[Tensor | float | None]) -> list[float]:
+        """Return the sums over the world of this rank's numbers; None counts as 0. Collective."""
+        mine = torch.tensor([0.0 if x is None else float(x) for x in own], dtype=torch.float64)
+        return sum_over_world(mine, self._model.device.torch).tolist()
 
-        parts: result of `TrainingEngine.gradients`. error: standard error of a change, in nats.
+    def _scales(
+        self, parts: list[tuple[Any, Tensor | None, float]], error: float
+    ) -> tuple[list[WeightMove], dict[int, WeightMove]]:
+        """Return moves that scale the weights of `_kinds`, and larger ones of those without a gradient.
+
+        parts: result of `TrainingEngine.gradients`. error: standard error of a change, in nats. Collective
+        over the world.
         """
-        if not parts:
-            return []
-        slopes, dtype = torch.zeros(len(parts), dtype=torch.float64), self._model.weight_map.dtype
-        for place, (parameter, gradient, share) in enumerate(parts):
-            if gradient is not None:
-                slopes[place] = share * float((first_rows(parameter.detach()) * gradient).sum())
-        slopes = sum_over_world(slopes, self._model.device.torch)
-        most = max(SCALE, ERRORS * error) / len(parts)
-        scales = [min(STEP[dtype], most / max(abs(slope), 1e-9)) for slope in slopes.tolist()]
-        signs = [1.0 if slope < 0 else -1.0 for slope in slopes.tolist()]  # the changes add up
-        return [
-            WeightMove(
-                *part, None if part[0] is None else sign * scale * first_rows(part[0].detach()).double()
-            )
-            for part, sign, scale in zip(parts, signs, scales)
+        rows = [None if part[0] is None else first_rows(part[0].detach()).double() for part in parts]
+        terms = [
+            (None, None) if own is None or g is None else (share * (own * g).sum(), g.abs().sum())
+            for own, (_, g, share) in zip(rows, parts)
         ]
+        slopes, sizes = (self._summed(column) for column in zip(*terms)) if terms else ([], [])
+        most, step = max(SCALE, ERRORS * error) / max(1, len(parts)), STEP[self._model.weight_map.dtype]
+        # With these signs the changes add up.
+        scales = [min(step, most / max(abs(slope), 1e-9)) * (1 if slope < 0 else -1) for slope in slopes]
 
-    def _step_of(
-        self,
-        parameter: Any,
-        gradient: Tensor | None,
-        signs: Tensor | None,
-        share: float,
-        *,
-        error: float,
-        is_random: bool,
-    ) -> float:
-        """Return the step h, identical on all ranks. Collective over the world.
+        def move(number: int, scale: float) -> WeightMove:
+            own = rows[number]
+            return WeightMove(*parts[number], None if own is None else scale * own)
 
-        error: standard error of a change, in nats.
+        lost = {number: move(number, LOST) for number, size in enumerate(sizes) if not size}
+        return [move(*pair) for pair in enumerate(scales)], lost
+
+    def _signed(
+        self, parameter: Any, gradient: Tensor | None, share: float, seed: int, error: float
+    ) -> WeightMove:
+        """Return a move by the step h along signs, with h identical on all ranks. Collective over the world.
+
+        seed: see DIRECTIONS. error: standard error of a change, in nats.
         """
-        model, dtype = self._model, self._model.weight_map.dtype
-        found = torch.zeros(3, dtype=torch.float64)
-        if parameter is not None and parameter.dim() == 1:
-            centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
-            found[:2] = torch.tensor([float((parameter.detach() + centre).abs().mean()), 1.0])
-        if gradient is not None and signs is not None:
-            found[2] = share * float(gradient.square().sum() if is_random else (gradient * signs).sum())
-        size, holders, slope = sum_over_world(found, model.device.torch).tolist()
+        model, dtype, signs, slope, size = self._model, self._model.weight_map.dtype, None, None, None
+        if parameter is not None:
+            shape, generator = first_rows(parameter).shape, torch.Generator().manual_seed(seed)
+            signs = (torch.randint(2, shape, generator=generator) * 2.0 - 1.0).to(parameter.device).double()
+            if gradient is not None:
+                signs = signs if seed else torch.where(gradient == 0, signs, gradient.sign())
+                slope = share * (gradient.square() if seed else gradient * signs).sum()
+            if parameter.dim() == 1:
+                centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
+                size = (parameter.detach() + centre).abs().mean()
+        sizes, holders, total = self._summed([size, None if size is None else 1.0, slope])
         change = min(CHANGE[dtype], max(CHANGE[torch.float32], ERRORS * error))
-        step = change / max(1e-9, math.sqrt(slope) if is_random else slope)
-        largest = STEP[dtype] * size / holders if holders else math.inf
-        return min(largest, max(step, largest / 2)) if holders else step
+        step = change / max(1e-9, math.sqrt(total) if seed else total)
+        if holders:
+            largest = STEP[dtype] * sizes / holders
+            step = min(largest, max(step, largest / 2))
+        return WeightMove(parameter, gradient, share, None if signs is None else step * signs)
 
     def _compare(self, count: float) -> None:
         """Compare all changes that were measured so far. count: see `_measure`."""
         groups = [[slope] for slope in self._slopes if slope.along != RANDOM]
-        groups.append([slope for slope in self._slopes if slope.along == RANDOM])
-        for group in groups:
+        for group in [*groups, [slope for slope in self._slopes if slope.along == RANDOM]]:
             if self._is_wrong(group):
-                names = ", ".join(dict.fromkeys(name for slope in group for name in slope.names))
-                measured, expected = ([getattr(s, key) for s in group] for key in ("fine", "expected"))
+                names = ", ".join(dict.fromkeys(slope.names for slope in group))
                 raise WrongBackward(
                     f"the gradient of the model is not the slope of its log-probs: along {group[0].along} "
                     f"in {names} the mean of the {self._output} of {count:.0f} tokens changes by "
-                    f"{_listed(measured)}, but by {_listed(expected)} according to the gradient. The "
+                    f"{', '.join(f'{slope.fine:.3g}' for slope in group)}, but by "
+                    f"{', '.join(f'{slope.expected:.3g}' for slope in group)} according to the gradient. The "
                     "backward pass of a layer, of the experts, of an adapter, of the head, or of the "
                     "communication between the ranks that share a sample (tp, cp, pp) is wrong."
                 )
 
     def _is_wrong(self, group: Sequence[Slope]) -> bool:
         """Return whether the measured changes of a group differ from the expected ones."""
-        otherwise, of_random = TOLERANCE[self._model.weight_map.dtype]
-        coarse, fine, expected, errors = (
-            torch.tensor([(s.coarse, s.fine, s.expected, s.error) for s in group], dtype=torch.float64)
-            .view(-1, 4)
-            .T
-        )
-        curvature = float((coarse - fine).norm())
-        if not group or curvature > NONLINEAR * float(fine.norm()):
+        if not group:
             return False
-        tolerance = of_random if group[0].along == RANDOM else otherwise
+        coarse, fine, expected, errors = torch.tensor([s[2:] for s in group], dtype=torch.float64).T
+        curvature = float((coarse - fine).norm())
+        if curvature > NONLINEAR * float(fine.norm()):
+            return False
+        tolerance = TOLERANCE[self._model.weight_map.dtype][group[0].along == RANDOM]
         size = max(float(fine.norm()), float(expected.norm()))
         # The errors of n changes have a norm of about sqrt(n) times one error.
         rounding = (1 + 2 / math.sqrt(len(group))) * float(errors.norm())
         return float((fine - expected).norm()) > tolerance * size + curvature + rounding
 
 
-class _KeptRoutes:
-    """Gives a router the experts that it chose in the first pass over as many tokens."""
-
-    def __init__(self) -> None:
-        self._chosen: dict[torch.Size, Tensor] = {}
-
-    def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default: Any
-    ) -> tuple[Tensor, Tensor]:
-        if scores.shape not in self._chosen:
-            self._chosen[scores.shape] = default(scores, topk, num_groups, group_topk)[1]
-        chosen = self._chosen[scores.shape]
-        return scores.gather(1, chosen), chosen
-
-
 @contextmanager
 def _fixed_routes(model: TrainingEngine) -> Iterator[None]:
-    """Let every router of this rank keep its first choice of experts in the `with` block."""
-    routers: list[Any] = [
-        module for chunk in model.chunks for module in chunk.modules() if isinstance(module, TopKRouter)
-    ]
+    """Let every router of this rank keep its first choice of experts in the `with` block.
+
+    A router that replays experts still does, so that its gradient passes through the replay.
+    """
+    modules = [module for chunk in model.chunks for module in chunk.modules()]
+    routers: list[Any] = [module for module in modules if isinstance(module, TopKRouter)]
     kept = [(router.router_replay, router.config.moe_router_fusion) for router in routers]
-    for router in routers:
-        router.router_replay, router.config.moe_router_fusion = _KeptRoutes(), False
+    for router, (replay, _) in zip(routers, kept):
+        router.config.moe_router_fusion = False
+        router.router_replay = replay or SimpleNamespace(get_replay_topk=_own_choice)
+        choose = router.router_replay.get_replay_topk
+        router.router_replay.get_replay_topk = partial(_first_choice, {}, choose)
     try:
         yield
     finally:
         for router, (replay, is_fused) in reversed(list(zip(routers, kept))):
+            del router.router_replay.get_replay_topk  # the class has its own
             router.router_replay, router.config.moe_router_fusion = replay, is_fused
 
 
-def _signs(parameter: Tensor, gradient: Tensor | None, seed: int) -> Tensor:
-    """Return the direction of a parameter, float64 of its shape. seed: see DIRECTIONS."""
-    generator = torch.Generator().manual_seed(seed)
-    signs = (torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1.0).to(parameter.device).double()
-    if seed or gradient is None:
-        return signs
-    return torch.where(gradient == 0, signs, gradient.sign())
+def _own_choice(scores: Tensor, topk: int, groups: int, group_topk: int, default: Callable) -> Any:
+    return default(scores, topk, groups, group_topk)
+
+
+def _first_choice(
+    chosen: dict, choose: Callable, scores: Tensor, topk: int, groups: int, group_topk: int, default: Callable
+) -> tuple[Tensor, Tensor]:
+    """Let `choose` see the experts of the first pass over as many tokens as the router's own choice."""
+
+    def first(scores: Tensor, *options: int) -> tuple[Tensor, Tensor]:
+        if scores.shape not in chosen:
+            chosen[scores.shape] = default(scores, *options)[1]
+        return scores.gather(1, chosen[scores.shape]), chosen[scores.shape]
+
+    return choose(scores, topk, groups, group_topk, first)
 
 
 @contextmanager
 def _moved(move: WeightMove, step: float) -> Iterator[Tensor]:
     """Add `step * move.path` to a weight in the `with` block, and yield the moved values, float64."""
-    if move.parameter is None or move.path is None:
+    if move.path is None:
         yield torch.zeros(0)
         return
     own = first_rows(move.parameter.detach())
@@ -371,22 +368,25 @@ def _first_tokens(
     plan.
 
     Each sample stays on its data parallel rank. Samples with images are not shortened, because the model must
-    find every token of an image. multiple: number whose multiple the number of micro-batches of a pass must
-    be (`Grid.micro_batch_multiple`).
+    find every token of an image, and neither are samples with recorded experts, if some are short enough.
+    multiple: number whose multiple the number of micro-batches of a pass must be
+    (`Grid.micro_batch_multiple`).
     """
-    is_cut = not any(prompt.images for prompt in batch.prompts)
-    limit = min(CUT, tokens // 2) if is_cut else int(batch.lengths.max())
+    whole = (batch.prompt_lengths + batch.lengths).tolist()
+    most = math.inf if any(prompt.images for prompt in batch.prompts) else max(tokens, SHORT)
+    is_whole = most == math.inf or bool(batch.held) and any(whole[i] <= most for i in samples_of(plan))
+    limit = max(whole) if is_whole else min(CUT, tokens // 2)
 
     def size(sample: int) -> int:
         is_counted = batch.mask[batch.offsets[sample] : batch.offsets[sample + 1]][:limit] > 0
-        whole = len(batch.prompt_ids[sample][-limit:]) + len(batch.response_ids[sample][:limit])
-        return whole if is_counted.any() else 0
+        own = len(batch.prompt_ids[sample][-limit:]) + len(batch.response_ids[sample][:limit])
+        return own if is_counted.any() and not (is_whole and own > most) else 0
 
     few = first_samples(plan, size, enough=tokens)
     chosen = sorted(i for samples in few for i in samples)
-    places = {sample: place for place, sample in enumerate(chosen)} if is_cut else {i: i for i in chosen}
+    places = {i: i if is_whole else place for place, i in enumerate(chosen)}
     micros = [[[places[i] for i in samples]] + [[]] * (multiple - 1) for samples in few]
-    return (shortened(batch, chosen, limit) if is_cut else batch), micros
+    return (batch if is_whole else shortened(batch, chosen, limit)), micros
 
 
 def _mean(micro: MicroBatch, *, mask: Tensor, count: float, output: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -394,14 +394,3 @@ def _mean(micro: MicroBatch, *, mask: Tensor, count: float, output: str) -> tupl
     found = micro.output(output)
     counted = mask[micro.column_index.to(mask.device)].to(found.device) > 0
     return torch.where(counted, found, 0.0).sum() / count, {}
-
-
-def _mean_output(
-    model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, count: float, output: str
-) -> float:
-    (found,) = model.forward(batch, [plan], (output,))
-    return float(torch.where(batch.mask > 0, found, 0.0).double().sum()) / count
-
-
-def _listed(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.3g}" for value in values)

@@ -1,11 +1,10 @@
 """The staleness of tokens: how many versions the policy is ahead of the version that sampled them.
 
-For example, if version 3 sampled a token, it has the staleness 2 when version 5 learns from it. Before every
-`learn`, the sampler's `check` (`rl.phases.sampler`) refuses a batch with a token that is too old. In a
-healthy run this does not happen: the samplers of carry-over and roles end, drop or wait for samples early
-enough.
+For example, if version 3 sampled a token, it has the staleness 2 when version 5 learns from it. In a healthy
+run the check never fails: the samplers of carry-over and roles end, drop or wait for samples early enough.
 """
 
+from rl.checks.batches import token_place
 from rl.data.batch import Batch
 
 
@@ -23,21 +22,16 @@ def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
     policy.
     """
     assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
-    ages = version - batch.weight_versions
-    sampled = ages[batch.mask > 0]
-    if not len(sampled):
-        return {}
-    oldest, newest = int(sampled.max()), int(sampled.min())
-    if oldest > limit or newest < 0:
-        wrong = ((ages > limit) | (ages < 0)) & (batch.mask > 0)
+    ages, counted = version - batch.weight_versions, batch.mask > 0
+    sampled, wrong = ages[counted], counted & ((ages > limit) | (ages < 0))
+    if wrong.any():
         first = int(wrong.nonzero()[0])
-        sample = int((batch.offsets[1:] <= first).sum())
-        group = int(batch.groups[sample])
-        prompt = batch.prompts[group].index if batch.prompts else group
         raise StaleTokens(
             f"{int(wrong.sum())} of {len(sampled)} tokens have a staleness outside of 0 to {limit} versions "
-            f"of the policy, the first one {int(ages[first])} (version {int(batch.weight_versions[first])} "
-            f"of {version}, prompt {prompt}): the engine generated without the present weights, or the "
-            "scheduler kept samples for too long. This is a bug; please report it."
+            f"of the policy, the first one {int(ages[first])} ({token_place(batch, first)}, version "
+            f"{version - int(ages[first])} of {version}): the engine generated without the present weights, "
+            "or the scheduler kept samples for too long. This is a bug; please report it."
         )
-    return {"staleness/mean": float(sampled.double().mean()), "staleness/max": float(oldest)}
+    if not len(sampled):
+        return {}
+    return {"staleness/mean": float(sampled.double().mean()), "staleness/max": float(sampled.max())}

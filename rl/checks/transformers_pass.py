@@ -24,10 +24,7 @@ LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 64), (40, 21), (3, 3))
 
 
 def random_batch(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Batch:
-    """Return random prompts and responses of these lengths. Each sample is its own group.
-
-    Every call with the same arguments returns the same tokens.
-    """
+    """Return prompts and responses of these lengths, in every call the same. Each sample is its own group."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(length: int) -> np.ndarray:
@@ -44,9 +41,7 @@ def random_batch(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) 
 def hf_logprobs(model: Any, batch: Batch, *, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs, entropy and sum of squared probabilities at the response tokens, float64 [T] each.
 
-    Nothing is packed or padded. The softmax is computed in float64.
-
-    model: a causal model of transformers.
+    Nothing is packed or padded. model: a causal model of transformers.
     """
     logprobs, entropies, squares = [], [], []
     for prompt, response in zip(batch.prompt_ids, batch.response_ids):
@@ -60,11 +55,9 @@ def hf_logprobs(model: Any, batch: Batch, *, temperature: float = 1.0) -> tuple[
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Make models of transformers compute with torch alone, if they are imported for the first time in the
-    block.
+    """Make models of transformers compute with torch alone, if they are first imported in the block.
 
-    If flash-linear-attention or causal-conv1d is installed, transformers uses its kernels for delta nets. It
-    does so even on a CPU, where Triton cannot run them.
+    Otherwise transformers uses installed kernels for delta nets, even on a CPU, where Triton cannot run them.
     """
     hidden = ("fla", "causal_conv1d")
     before = {name: sys.modules[name] for name in hidden if name in sys.modules}

@@ -1,7 +1,7 @@
 """Checks the updates of a step: their learning rate, tokens, gradient and effect."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -13,19 +13,17 @@ from rl.checks.selection import check_selection, selects_by
 from rl.config.schema import Config, Optimizer, learns_from_samples
 from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects, sum_over_world
+from rl.training.audit import is_sampled
 from rl.training.engine import MicroBatchLoss, TrainingEngine, UpdateResult
-from rl.training.learning_rate import RateSchedule
 from rl.training.loss import Totals
-from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 from rl.training.packing import MicroBatch
 
 TOLERANCE = 1e-9
 """Maximum distance of the counted share from 1. Its terms are float64."""
-SMALL_LR = 0.01
-"""Share of the peak learning rate above which an update must change weights. At a far lower rate, for example
-at the end of a schedule, float32 may round every change away."""
-SMALL_NORM = 1e-6
-"""Gradient norm above which an update must change weights. Below it Adam's epsilon may dominate."""
+SMALL_LR, SMALL_NORM = 0.01, 1e-6
+"""Share of the peak learning rate, and gradient norm, above which an update must change weights. At a far
+lower rate float32 may round every change away, and below the norm Adam's epsilon may dominate."""
 NUM_CODES, NUM_CONTENTS = 1021, 262139
 """Number of codes of positions (1 to NUM_CODES), and of codes of a token's content (0 to NUM_CONTENTS - 1).
 Both are prime. The product of two codes is below 2**28, so float64 sums it exactly over 2**25 tokens."""
@@ -34,13 +32,14 @@ GRADIENT_TOLERANCE = 1e-5
 loss."""
 OLD = {"logprobs": "old_logprobs", "values": "old_values"}
 """Output of a model -> column with the values of this output before the updates of the step."""
+RATIO_ROUNDING = 1e-5
+"""Maximum error of KTO's estimate, relative to the mean absolute log-ratio. It is a mean in float32."""
 NUM_EQUAL = 32
 """Maximum number of tokens for which it is allowed that no output changes bitwise although weights moved."""
 SMALL_STEP = 1e-4
 """Learning rate, in units of the eps of the dtype, above which an update must change outputs. Adam changes a
 weight by about the learning rate. So at this rate, of the weights of size 0.02 one in a few hundred is
 rounded to another value."""
-
 TERMS = ("counted share", "product of counts", "codes", "distance from old outputs", "compared tokens")
 """Names of five sums over the micro-batches of an update: counted tokens / denominator of the loss; counted
 tokens * denominator; codes of the counted tokens, made from position, id and columns; |output - old output| /
@@ -90,9 +89,9 @@ def check_specs(config: Config, models: Mapping[str, TrainingEngine]) -> None:
             )
 
 
-def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
+def check_coverage(batch: Batch, plans: Sequence[MicroBatchPlan]) -> None:
     """Raise CheckFailed unless each sample of the batch is in exactly one mini-batch."""
-    planned = sorted(sample for minibatch in samples for sample in minibatch)
+    planned = sorted(sample for plan in plans for sample in samples_of(plan))
     if planned != list(range(len(batch))):
         counts = np.bincount(planned, minlength=len(batch))
         sample = int((counts != 1).argmax())
@@ -102,20 +101,20 @@ def check_coverage(batch: Batch, samples: list[list[int]]) -> None:
         )
 
 
-def check_numbers(found: Mapping[str, float], expected: Mapping[str, float]) -> None:
+def check_numbers(found: Mapping[str, float], expected: Mapping[str, float], slack: float = 0.0) -> None:
     """Raise CheckFailed on every rank if a loss gets other numbers than those expected. Collective over the
     world.
 
-    expected: the numbers computed again from the samples of all ranks, equal on all ranks.
+    expected: the numbers computed again from the samples of all ranks, equal on all ranks. slack: absolute
+    difference that rounding may cause.
     """
-    names = sorted(expected)
-    for rank, numbers in enumerate(gather_objects([found[name] for name in names])):
-        for name, number in zip(names, numbers, strict=True):
-            if not math.isclose(number, expected[name], rel_tol=1e-4, abs_tol=1e-6):
+    for rank, numbers in enumerate(gather_objects({name: found[name] for name in expected})):
+        for name, number in numbers.items():
+            if not math.isclose(number, expected[name], rel_tol=1e-6, abs_tol=slack):
                 raise CheckFailed(
                     f"loss check: on rank {rank} the loss gets {name}={number:.6g}, but the samples of the "
-                    f"mini-batch on all ranks give {expected[name]:.6g}: it is not the number of the whole "
-                    "mini-batch, or is of other samples."
+                    f"mini-batch on all ranks give {expected[name]:.6g}: it is of a part of the mini-batch, "
+                    "or of other samples."
                 )
 
 
@@ -128,13 +127,18 @@ def expected_totals(batch: Batch, samples: list[int]) -> dict[str, float]:
     return dict(num_samples=max(1.0, float((counts > 0).sum())), num_units=max(1.0, float(whole.sum())))
 
 
-def expected_divergence(batch: Batch, samples: list[int], logprobs: Tensor) -> float:
-    """Return KTO's estimate of the divergence for mismatched samples. logprobs: of the batch, [T]."""
+def check_divergence(found: float, batch: Batch, samples: list[int], logprobs: Tensor) -> None:
+    """Check KTO's estimate of the divergence for mismatched samples. Raises CheckFailed. Collective.
+
+    The estimate is a mean of log-ratios of both signs, so its rounding error is relative to their size.
+    logprobs: of the batch, float32 [T].
+    """
     gaps = (logprobs - batch.column("ref_logprobs")).double()
     terms = torch.where(batch.mask > 0, gaps, 0.0).numpy()
     spans = [slice(*batch.offsets[i : i + 2].tolist()) for i in samples]
-    ratios = [terms[span].sum() for span in spans if batch.mask[span].any()]
-    return max(0.0, float(np.mean(ratios))) if ratios else 0.0
+    ratios = np.array([terms[span].sum() for span in spans if batch.mask[span].any()] or [0.0])
+    size = np.abs(ratios).mean()
+    check_numbers({"kl": found}, {"kl": max(0.0, float(ratios.mean()))}, RATIO_ROUNDING * float(size))
 
 
 class UpdateChecks:
@@ -147,48 +151,45 @@ class UpdateChecks:
     outputs     before the first update they are the old ones, and later they differ from them
     movement    the update moves weights
 
-    is_first: whether the present weights computed the old outputs. size: for a critic, the mean absolute
-        value of the old outputs; 1 for log-probs.
+    lr: learning rate. is_first: whether the present weights computed the old outputs. config: for the policy.
     """
 
     def __init__(
-        self,
-        model: TrainingEngine,
-        batch: Batch,
-        schedule: RateSchedule,
-        *,
-        step: int,
-        is_first: bool,
-        size: float,
-        config: Config | None = None,
+        self, model: TrainingEngine, batch: Batch, lr: float, *, is_first: bool, config: Config | None = None
     ):
-        self._model, self.batch, self._schedule = model, batch, schedule
-        self._step, self._is_first, self._size = step, is_first, size
-        self._rate = schedule.rate(step)
-        self._config, self._selects, self._number = config, "", 0
+        self._model, self.batch, self._lr, self._is_first = model, batch, lr, is_first
+        self._size, self._config, self._number = 1.0, config, 0
+        if model.spec.has_values:
+            values = torch.where(batch.mask > 0, batch.column("old_values").abs(), 0.0)
+            self._size = float(values.double().sum() / batch.mask.sum().clamp(min=1))
         self.has_moved, self._num_equal = False, 0.0
 
-    def begin(self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan) -> None:
+    def begin(
+        self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan, reads: tuple[str, ...] | None
+    ) -> tuple[str, ...] | None:
         """Prepare for an update, and check the denominators of its loss. Collective over the world.
 
-        totals: the denominators.
+        Returns the outputs that the update computes. totals: the denominators. reads: outputs that the loss
+        reads; None: all. An output that only the check of selected tokens reads is computed in few updates.
         """
-        samples = sorted(i for rank in plan for micro in rank for i in micro)
-        check_numbers(vars(totals), expected_totals(self.batch, samples))
+        self._samples = samples_of(plan)
+        check_numbers(vars(totals), expected_totals(self.batch, self._samples))
         self._loss, self._totals, self._plan = loss, totals, plan
-        self._counted: list[Tensor] = []
+        self._counted, self._arrived = list[Tensor](), list[Tensor]()
+        self._read, self._is_watching = list[tuple[Tensor, Tensor]](), False
         self._number += 1
         self._selects = ""
+        """Output by which tokens are selected; `_read` has indices of tokens and their outputs."""
         if self._config is not None and "selected_tokens" in self.batch.extra:
-            self._selects = selects_by(self._config.objective)
-        self._read: list[tuple[Tensor, Tensor]] = []
-        """Indices of tokens, and the output by which tokens are selected."""
-        self._arrived: list[Tensor] = []
-        self._is_watching = False
+            selects = selects_by(self._config.objective)
+            if reads is None or selects in reads or is_sampled(self._model.num_updates + 1):
+                self._selects = selects
+        if reads is None or not self._selects:
+            return reads
+        return tuple(dict.fromkeys((*reads, self._selects)))
 
     def micro_batch(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss and its metrics. The metrics contain the TERMS of the checks, which `end` removes
-        again."""
+        """Return the loss and its metrics, with TERMS, which `end` removes again."""
         value, metrics = self._loss(micro)
         if not self._is_watching and value.requires_grad:
             self._watch(micro, value)
@@ -196,20 +197,15 @@ class UpdateChecks:
             self._read.append((micro.column_index, micro.output(self._selects).detach()))
         return value, metrics | dict(zip(TERMS, self._terms(micro), strict=True))
 
-    def end(self, result: UpdateResult, *, lr: float) -> None:
+    def end(self, result: UpdateResult) -> None:
         """Check an update, and remove TERMS from its metrics. Collective over the world.
 
-        Raises WrongLearningRate, WrongGradient, WrongTokens or CheckFailed.
+        Raises WrongGradient, WrongTokens or CheckFailed.
         """
-        if lr != self._rate:
-            raise WrongLearningRate(
-                f"an update of step {self._step} used the learning rate {lr:g}, but the schedule gives "
-                f"{self._rate:g} for that step."
-            )
         share, product, codes, gap, compared = (result.metrics.pop(name) for name in TERMS)
         self._check_gradient()
         self._check_tokens(share, product, codes)
-        self._check_outputs(result, gap, compared, lr=lr)
+        self._check_outputs(result, gap, compared)
         self._check_selection()
 
     def _check_selection(self) -> None:
@@ -224,9 +220,8 @@ class UpdateChecks:
         # The first update of a step reads the stored log-probs, which `_check_outputs` compares.
         if self._selects == "logprobs" and self._number == 1 and not self._config.rollout_correction.bypass:
             outputs = self.batch.column("old_logprobs").double().numpy()
-        samples = sorted(i for rank in self._plan for micro in rank for i in micro)
         eps = torch.finfo(self._model.weight_map.dtype).eps
-        check_selection(self.batch, samples, outputs, self._config.objective, eps)
+        check_selection(self.batch, self._samples, outputs, self._config.objective, eps)
 
     def _terms(self, micro: MicroBatch) -> tuple[Tensor, ...]:
         """Return the TERMS of a micro-batch, one float64 scalar each."""
@@ -250,22 +245,22 @@ class UpdateChecks:
         if not outputs or not len(outputs[0]):
             return
         self._is_watching = True
+
+        def arrive(slope: Tensor, gradient: Tensor) -> None:
+            terms = ((gradient - slope).abs().sum(), slope.abs().sum())
+            self._arrived.append(torch.stack(terms).double())
+
         slopes = torch.autograd.grad(value, outputs, retain_graph=True, allow_unused=True)
         for output, slope in zip(outputs, slopes):
             if slope is not None:
-                output.register_hook(partial(self._arrive, slope))
-
-    def _arrive(self, slope: Tensor, gradient: Tensor) -> None:
-        terms = ((gradient - slope).abs().sum(), slope.abs().sum())
-        self._arrived.append(torch.stack(terms).double())
+                output.register_hook(partial(arrive, slope))
 
     def _check_gradient(self) -> None:
         """Raise WrongGradient on every rank if a comparison fails. Collective over the world."""
-        grid, device = self._model.grid, self._model.device.torch
         own = torch.zeros(2, dtype=torch.float64)
-        if self._arrived and grid.reports_results:
+        if self._arrived and self._model.grid.reports_results:
             own = torch.stack(self._arrived).sum(0)
-        difference, size = sum_over_world(own, device).tolist()
+        difference, size = sum_over_world(own, self._model.device.torch).tolist()
         if difference > GRADIENT_TOLERANCE * size:
             raise WrongGradient(
                 f"the gradient that arrived at the model's outputs differs from that of the loss by "
@@ -278,34 +273,33 @@ class UpdateChecks:
 
         If a token was not, a collective over the world finds the ranks, for the message.
         """
-        planned = [_planned(self.batch, [i for micro in rank for i in micro]) for rank in self._plan]
-        total, code = sum(count for count, _ in planned), sum(code for _, code in planned)
+        planned = [_planned(self.batch, samples_of([rank])) for rank in self._plan]
+        total, code = (sum(numbers) for numbers in zip(*planned))
         # If the denominators of ranks differ, the shares may still add up to 1, but the products are larger.
         is_whole = max(abs(share - 1.0), abs(product / max(total, 1.0) ** 2 - 1.0)) <= TOLERANCE
         if not total or (is_whole and codes == code):
             return
         counts = torch.stack(self._counted).sum(0).tolist() if self._counted else [0.0, 0.0]
-        grid = self._model.grid
-        own = (grid.dp_rank, *counts, self._totals.num_tokens)
+        own = (self._model.grid.dp_rank, *counts, self._totals.num_tokens)
         texts = []
-        for rank, theirs in enumerate(gather_objects(own if grid.reports_results else None)):
-            if theirs is None:
-                continue
-            place, counted, found, denominator = theirs
-            wrong = found != planned[place][1]
-            texts.append(
-                f"rank {rank} counted {counted:g} of {planned[place][0]:g} tokens"
-                f"{', not those of its samples,' if wrong else ''} and divided by {denominator:g}"
-            )
+        for rank, theirs in enumerate(gather_objects(own if self._model.grid.reports_results else None)):
+            if theirs is not None:
+                place, counted, found, denominator = theirs
+                is_other = ", not those of its samples," if found != planned[place][1] else ""
+                texts.append(
+                    f"rank {rank} counted {counted:g} of {planned[place][0]:g} tokens{is_other} and divided "
+                    f"by {denominator:g}"
+                )
         raise WrongTokens(
             f"an update counted {share:.6g} times the {total:g} tokens of its mini-batch: "
             f"{'; '.join(texts)}. Each token counts once, with its own id, mask, advantage and log-probs, "
             "and all ranks divide by their number."
         )
 
-    def _check_outputs(self, result: UpdateResult, gap: float, compared: float, *, lr: float) -> None:
+    def _check_outputs(self, result: UpdateResult, gap: float, compared: float) -> None:
         """Check the outputs of an update, and that it moved weights. Not collective."""
-        peak_lr, dtype = self._schedule.optimizer.lr, self._model.weight_map.dtype
+        adam, dtype, lr = self._model.spec.optimizer, self._model.weight_map.dtype, self._lr
+        assert adam is not None
         eps = torch.finfo(dtype).eps
         if self._is_first and not gap <= math.sqrt(eps) * self._size:
             raise CheckFailed(
@@ -321,7 +315,7 @@ class UpdateChecks:
                 "exactly those before it: the old ones were computed again, or the model does not use the "
                 "weights that are updated."
             )
-        should_move = result.grad_norm > SMALL_NORM and lr > SMALL_LR * peak_lr
+        should_move = result.grad_norm > SMALL_NORM and lr > SMALL_LR * adam.lr
         if not result.has_moved and should_move:
             raise CheckFailed(
                 f"movement check: the gradient norm is {result.grad_norm:.3g} and the learning rate "

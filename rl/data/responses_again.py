@@ -32,7 +32,8 @@ def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, dat
     for row in rows[:: -(-len(rows) // number) or 1]:
         if not row.place:
             continue
-        for name, ids, value in _sides(row, read_row(row.place), data):
+        file_row = read_row(row.place)
+        for name, ids, value in _sides(row, file_row, data):
             text = _last_text(value)
             if text is None or hide(text, tokenizer) != text or "</think>" in text:
                 continue  # the template may leave out reasoning
@@ -49,12 +50,11 @@ def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, dat
             if expected in found and name != "the last turn":  # a template may end turns in its own way
                 ends.append(not is_cut)
         if isinstance(row, Prompt) and row.response_mask is not None:
-            _check_header(row, tokenizer, read_row(row.place).values.get(data.messages_key))
-        if isinstance(row, Labelled) and row.label != bool(read_row(row.place).values[data.label_key]):
+            _check_header(row, tokenizer, file_row.values.get(data.messages_key))
+        if isinstance(row, Labelled) and row.label != bool(file_row.values[data.label_key]):
             raise ValueError(
                 f"row check: {row.place}: its label is read as {row.label}, unlike the column's."
             )
-
     if len(ends) > 1 and not any(ends):
         raise ValueError(
             f"row check: none of {len(ends)} complete responses of the data ends with an end token, so the "
@@ -66,16 +66,14 @@ def _check_header(row: Prompt, tokenizer: PreTrainedTokenizerBase, messages: Any
     """Raise ValueError if the loss covers the end of the header that the template writes before a turn."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
         return
+    own = row.token_ids.tolist()
+    whole = own if row.response_ids is None else own + row.response_ids.tolist()
     for place in [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]:
         try:
             found: Any = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True)
         except Exception:  # a template may refuse a part of a conversation
             continue
         header = list(found["input_ids"] if hasattr(found, "keys") else found)
-        own, whole = (
-            row.token_ids.tolist(),
-            [*row.token_ids.tolist(), *(() if row.response_ids is None else row.response_ids.tolist())],
-        )
         if own == header:
             return
         if len(own) < len(header) and header == whole[: len(header)]:

@@ -24,6 +24,7 @@ from rl.faults.fault_board import Disagreement, FailedElsewhere
 from rl.faults.phase_tracker import PHASES, PhaseEntry
 from rl.runtime.checksum import bit_sum
 from rl.runtime.collectives import any_rank, gather_objects
+from rl.runtime.names import listed
 
 
 @contextmanager
@@ -226,11 +227,10 @@ def check_replicas(
         return
     findings = gather_objects(found, control)
     ranks = sorted({rank for theirs in findings for odd in theirs.values() for rank in odd})
-    names = sorted({name for theirs in findings for name in theirs})
-    more = f" and {len(names) - 4} more weights" if len(names) > 4 else ""
+    names, where = listed(sorted(set().union(*findings))), ", ".join(map(str, ranks))
     raise Disagreement(
-        f"{', '.join(names[:4])}{more} of the {model} on rank {', '.join(map(str, ranks))} differ "
-        "from the other replicas (the first, where there are two)"
+        f"{names} of the {model} on rank {where} differ from the other replicas (the first, where there are "
+        "two)"
     )
 
 
@@ -241,9 +241,7 @@ def check_master_weights(model: str, stale: list[str], control: dist.ProcessGrou
     """
     if any_rank(bool(stale), control):
         found = {rank: names for rank, names in enumerate(gather_objects(stale, control)) if names}
-        rank, names = next(iter(found.items()))
-        more = f" and {len(names) - 4} more weights" if len(names) > 4 else ""
         raise Disagreement(
-            f"{', '.join(names[:4])}{more} of the {model} on rank {', '.join(map(str, found))} are not the "
-            "optimizer's master weights, with which the next update would overwrite them"
+            f"{listed(next(iter(found.values())))} of the {model} on rank {', '.join(map(str, found))} are "
+            "not the optimizer's master weights, with which the next update would overwrite them"
         )

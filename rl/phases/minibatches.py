@@ -19,6 +19,7 @@ from rl.training.micro_batch_plans import (
     Workload,
     next_multiple,
     plan_micro_batches,
+    samples_of,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class MinibatchPlan:
     @cached_property
     def samples(self) -> list[int]:
         """Indices of the samples in the batch, ascending."""
-        return sorted(i for rank in self.micro_batches for micro in rank for i in micro)
+        return samples_of(self.micro_batches)
 
     def totals(self, batch: Batch) -> Totals:
         """Return the loss denominators of the mini-batch, from the batch's current mask.

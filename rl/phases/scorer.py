@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import zlib
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rl.checks.batches import CheckFailed, place
 from rl.checks.grades import Grades
 from rl.config.options import ConfigError
 from rl.config.schema import Config, needs_feedback
@@ -94,15 +92,7 @@ class Scorer:
         self.first_cause = next(iter(self.pool.failures.values()), "")
         owned = [mine[k] for k in asked]
         self.grades.answers = dict(zip(owned, zip(samples, scores, strict=True)))
-        columns, digests = gather_columns(
-            [score.values for score in scores],
-            [_digest(batch, i) for i in owned],
-            owned,
-            len(batch),
-            self.device,
-        )
-        check_places(batch, digests)
-        columns = {name: column.float() for name, column in columns.items()}
+        columns = gather_columns([score.values for score in scores], owned, len(batch), self.device)
         found = dict(zip(asked, scores))
         if self.keeps_feedback:
             batch.feedback = gather_by_rank(
@@ -217,25 +207,6 @@ class Scorer:
         return values, failed
 
 
-def check_places(batch: Batch, digests: Tensor) -> None:
-    """Raise CheckFailed if a score gathered from the ranks is at the place of another sample.
-
-    digests: int64 [N], 0 for samples that the reward function did not score.
-    """
-    for sample, found in enumerate(digests.tolist()):
-        if found and found != _digest(batch, sample):
-            raise CheckFailed(
-                f"score check: {place(batch, sample)} has the score of another sample, from rank "
-                f"{sample % dist.get_world_size()}."
-            )
-
-
-def _digest(batch: Batch, sample: int) -> int:
-    """Return a hash of a response and its prompt, 1 to 2**32."""
-    prompt = batch.prompts[int(batch.groups[sample])].index if batch.prompts else -1
-    return zlib.crc32(batch.response_ids[sample].data, prompt & 0xFFFFFFFF) + 1
-
-
 def start_pool(config: Config, inputs: Inputs) -> ScoringPool:
     """Start this rank's worker processes. Not collective.
 
@@ -265,21 +236,18 @@ def gather_by_rank(mine: list) -> list:
 
 
 def gather_columns(
-    results: list[dict[str, float]], digests: list[int], mine: list[int], total: int, device: Device
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return every rank's results as columns float64 [total], and the digests of all samples.
+    results: list[dict[str, float]], mine: list[int], total: int, device: Device
+) -> dict[str, Tensor]:
+    """Return every rank's results as columns float32 [total]. Collective over the world.
 
-    An element is NaN where a sample lacks a number. digests: the digests of the samples `mine`. They travel
-    in the same table as the results, so that a result in the wrong place has the wrong digest. Collective
-    over the world.
+    An element is NaN where a sample lacks a number. mine: the samples of this rank's results.
     """
     everyone = gather_objects(sorted({name for result in results for name in result}))
     names = sorted({name for rank_names in everyone for name in rank_names})
-    table = torch.zeros(len(names) + 1, total, dtype=torch.float64)
-    rows = [*([result.get(name, math.nan) for result in results] for name in names), digests]
-    table[:, mine] = torch.tensor(rows, dtype=torch.float64)
-    *columns, found = sum_over_world(table, device.torch)
-    return dict(zip(names, columns)), found.long()
+    table = torch.zeros(len(names), total, dtype=torch.float64)
+    rows = [[result.get(name, math.nan) for result in results] for name in names]
+    table[:, mine] = torch.tensor(rows, dtype=torch.float64).view(len(names), len(mine))
+    return dict(zip(names, sum_over_world(table, device.torch).float()))
 
 
 def _joined(given: dict[str, Tensor], computed: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from rl.checks.advantages import check_entropy_coef
 from rl.checks.checks import Checks
-from rl.checks.updates import check_numbers, expected_divergence
+from rl.checks.updates import check_divergence
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -20,7 +19,7 @@ from rl.objectives.entropy_controller import EntropyController
 from rl.objectives.preference import mismatch_kl
 from rl.objectives.segments import expand, segment_sum
 from rl.objectives.value_loss import explained_variance, value_loss
-from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread, token_mean
+from rl.phases.batch_metrics import balance_metrics, imbalance_metrics, spread
 from rl.phases.inference import Inference
 from rl.phases.minibatches import MinibatchPlan, MinibatchPlanner, samples_by_rank
 from rl.phases.old_logprobs import OldLogprobs
@@ -103,8 +102,6 @@ class Updates:
             check_entropy_coef(config.objective.adaptive_entropy, entropy, before, found)
             self._step.metrics["actor/entropy_coef"] = weight
             loss = with_entropy_bonus(loss, config, weight) if weight else loss
-        if select_tokens is not None and loss.reads is not None:  # the checks of the update read it
-            loss = replace(loss, reads=tuple(dict.fromkeys((*loss.reads, select_tokens.reads))))
         others = [] if mismatched is None else self._planner.new_plans(mismatched)
         only_update = self._old_logprobs.only_update(batch, loss)
 
@@ -199,7 +196,6 @@ class Updates:
         lr = schedule.rate(step.number)
         if model is self._engines.policy:
             self._memory.wait_for_readers()  # not earlier: passes may overlap the reading
-        size = token_mean(batch.column("old_values").abs(), batch.mask) if name == "critic" else 1.0
         is_first = self._inference.has_old_outputs(name)
         phase = step.phase("update", timing=timing, batch=batch.hashes())
         with phase, step.bar("train", len(batch) * epochs) as bar:
@@ -208,20 +204,20 @@ class Updates:
                 model,
                 batch,
                 loss,
-                schedule,
+                lr,
                 step=step.number,
                 plans=[plan.micro_batches for plan in plans],
                 is_first=is_first,
-                size=size,
             )
             for plan in plans * epochs:
                 with update_of(plan) if update_of else nullcontext(loss) as loss:
                     totals = plan.totals(batch)
-                    checks.begin(partial(loss, totals=totals), totals, plan.micro_batches)
+                    micros = plan.micro_batches
+                    outputs = checks.begin(partial(loss, totals=totals), totals, micros, loss.reads)
                     result = model.update(
-                        batch, plan.micro_batches, checks.micro_batch, lr=lr, outputs=loss.reads, progress=bar
+                        batch, micros, checks.micro_batch, lr=lr, outputs=outputs, progress=bar
                     )
-                    checks.end(result, lr=lr)
+                    checks.end(result)
                 for metric, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[metric] = sums.get(metric, 0.0) + value
         if step.peak_tflops:
@@ -236,8 +232,7 @@ class Updates:
         index, lengths = mismatched.tokens_of(plan.samples), mismatched.lengths[plan.samples]
         pair = logprobs[index], mismatched.ref_logprobs[index]
         found = mismatch_kl(*pair, mismatched.mask[index], lengths)
-        samples = [i for rank in plan.micro_batches for micro in rank for i in micro]
-        check_numbers({"kl": found}, {"kl": expected_divergence(mismatched, samples, logprobs)})
+        check_divergence(found, mismatched, plan.samples, logprobs)
         return found
 
     def _select_tokens(

@@ -28,16 +28,17 @@ from rl.refit.plan import Copy
 from rl.runtime.checksum import different, placed_checksums
 
 
-@dataclass(frozen=True)
-class ComparedPiece:
-    """A piece of one of this rank's parameters."""
+class ComparedPiece(NamedTuple):
+    """A piece of one of this rank's parameters.
+
+    tensor: index of the Hugging Face tensor among all weights' tensors. factor: of its checksum in the sum
+    over ranks.
+    """
 
     weight: int
     tensor: int
-    """Index of the Hugging Face tensor among all weights' tensors."""
     piece: Piece
     factor: int
-    """Factor of its checksum in the sum over ranks."""
 
 
 @dataclass(frozen=True)
@@ -55,18 +56,19 @@ class Equality:
 
 
 class PlacementKind(NamedTuple):
-    """Placement of weights that differ only in the numbers of layer and expert, as one rank sees it."""
+    """Placement of weights that differ only in the numbers of layer and expert, as one rank sees it.
+
+    source, needed: this rank's tensor parallel rank in training and in generation; None if it does not train
+    the weights, or does not generate with them. equal_ranks: ranks that train the same elements as this rank.
+    stays: whether every rank that generates with the weights also trains the same elements. copies: number of
+    copies of each Hugging Face tensor in all engines.
+    """
 
     source: int | None
-    """This rank's tensor parallel rank in training; None if this rank does not train the weights."""
     needed: int | None
-    """This rank's tensor parallel rank in generation; None if it does not generate with the weights."""
     equal_ranks: list[int]
-    """Ranks that train the same elements as this rank."""
     stays: bool
-    """Whether every rank that generates with the weights also trains the same elements."""
     copies: list[int]
-    """Number of copies of each Hugging Face tensor in all engines."""
 
 
 def plan_equality(
@@ -74,8 +76,7 @@ def plan_equality(
 ) -> Equality:
     """Return what a rank compares. Not collective; the arguments but `rank` are identical on all ranks."""
     own: list[Copy] = []
-    trained: list[ComparedPiece] = []
-    held: list[ComparedPiece] = []
+    trained, held = list[ComparedPiece](), list[ComparedPiece]()
     kinds: dict[tuple, PlacementKind] = {}
     first = 0
     for number, weight in enumerate(weights):
@@ -85,19 +86,17 @@ def plan_equality(
         kind, cut = kinds[key], training.cut_size(weight)
         tensors = {name: first + place for place, name in enumerate(weight.hf)}
         first += len(tensors)
-        if kind.stays and kind.needed is not None:
-            own += [
-                Copy(number, trains.hf, trains.local_box, holds.local_box)
-                for trains, holds in _common(weight, cut, kind.source, rollout, kind.needed)
-            ]
-        elif not kind.stays:
-            if kind.needed is not None:
-                for piece in rollout.pieces(weight, kind.needed):
-                    held.append(ComparedPiece(number, tensors[piece.hf], piece, 1))
-            if kind.source is not None and kind.equal_ranks[number % len(kind.equal_ranks)] == rank:
-                for piece in weight.megatron_pieces(cut, kind.source):
-                    copies = kind.copies[weight.hf.index(piece.hf)]
-                    trained.append(ComparedPiece(number, tensors[piece.hf], piece, -copies))
+        if kind.needed is not None and kind.stays:
+            pairs = _common(weight, cut, kind.source, rollout, kind.needed)
+            own += [Copy(number, source.hf, source.local_box, to.local_box) for source, to in pairs]
+        elif kind.needed is not None:
+            pieces = rollout.pieces(weight, kind.needed)
+            held += [ComparedPiece(number, tensors[piece.hf], piece, 1) for piece in pieces]
+        ranks = kind.equal_ranks
+        if kind.source is not None and not kind.stays and ranks[number % len(ranks)] == rank:
+            for piece in weight.megatron_pieces(cut, kind.source):
+                copies = kind.copies[weight.hf.index(piece.hf)]
+                trained.append(ComparedPiece(number, tensors[piece.hf], piece, -copies))
     weight_of = [number for number, weight in enumerate(weights) for _ in weight.hf]
     across = not all(kind.stays for kind in kinds.values())
     return Equality(tuple(own), tuple(trained), tuple(held), tuple(weight_of), across)

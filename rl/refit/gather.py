@@ -15,7 +15,7 @@ from rl.models.layout import Weight
 from rl.refit.transfer import bits
 from rl.refit.values import Values
 from rl.rollout.engine import RolloutEngine
-from rl.runtime.collectives import gather_objects
+from rl.runtime.collectives import gather_texts
 
 
 class RefitMismatch(RuntimeError):
@@ -29,9 +29,7 @@ def differences(
     """Return one message for each tensor of these weights that differs on this rank.
 
     The message contains the first differing element. Compares raw bits, or values if the engine has another
-    dtype. Collective over the world.
-
-    held: the engine's tensors by vLLM's name.
+    dtype. held: the engine's tensors by vLLM's name. Collective over the world.
     """
     pieces = {piece.hf: (weight.vllm, piece) for weight in weights for piece in engine.pieces(weight)}
     texts = []
@@ -41,10 +39,8 @@ def differences(
         vllm_name, piece = pieces[name]
         expected = full[index(piece.hf_box)]
         found = held[vllm_name].detach()[index(piece.local_box)].reshape(expected.shape)
-        if found.dtype == expected.dtype:
-            different = bits(found) != bits(expected)
-        else:
-            different = found.to(expected) != expected
+        is_same = found.dtype == expected.dtype
+        different = bits(found) != bits(expected) if is_same else found.to(expected) != expected
         if different.any():
             first = tuple(different.nonzero()[0].tolist())
             element = tuple(start + i for (start, _), i in zip(piece.hf_box, first))
@@ -57,5 +53,5 @@ def differences(
 
 def raise_mismatches(texts: list[str]) -> None:
     """Raise RefitMismatch on every rank if any rank has messages. Collective over the world."""
-    if found := [text for texts in gather_objects(texts) for text in texts]:
+    if found := gather_texts(texts):
         raise RefitMismatch(f"after the refit {len(found)} weights differ: " + "; ".join(found[:8]))

@@ -38,7 +38,7 @@ from rl.refit.transfer import BytesMoved, compare, transfer
 from rl.refit.values import Groups, WeightGroup, values_of, wrong_values
 from rl.rollout.engine import RolloutEngine
 from rl.runtime import tracing
-from rl.runtime.collectives import any_rank, gather_objects, sum_over_world
+from rl.runtime.collectives import any_rank, gather_objects, gather_texts, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap
@@ -176,29 +176,24 @@ def check_refit(
 ) -> None:
     """Compare every element of this rank's engine weights with the trainer's. Collective over the world.
 
-    Messages are compared by checksums of both ends, copies within a rank bitwise. Weights that the engine's
-    loader wrote are gathered and compared if the engine holds them in the layout's shape. Raises
-    RefitMismatch on every rank, naming weights, ranks and the first differing element.
+    Weights that the engine's loader wrote are gathered and compared if the engine holds them in the layout's
+    shape. Raises RefitMismatch on every rank, naming weights, ranks and the first differing element.
     """
     texts, device = list[str](), engine.device.torch
     for part in _parts(trainer, engine, buffer_mib, adapter):
-        planned = part.planned
-        wrong = compare(planned.plan, part.sources, part.destinations, device)
-        numbers = {number for number, _ in wrong}
+        planned, values, held = part.planned, part.group.values, part.group.held
+        sent = compare(planned.plan, part.sources, part.destinations, device)
+        numbers = {number for number, _ in sent}
         numbers.update(differing(planned.equality, part.sources, part.destinations, device))
         again = sorted(set().union(*gather_objects(numbers)))[:MAX_SHOWN]
-        weights = [planned.in_place[number] for number in again]
-        found = gather.differences(part.group.values, engine, part.group.held, weights)
-        looked_at = [(number, source) for number, source in wrong if number in again]
-        if looked_at and not found:  # the message came from another replica than the gathered weights
-            number, source = looked_at[0]
-            found = [
+        found = gather.differences(values, engine, held, [planned.in_place[number] for number in again])
+        for number, source in [pair for pair in sent if pair[0] in again][:1] if not found else ():
+            texts.append(  # the message came from another replica than the gathered weights
                 f"{planned.in_place[number].hf[0]} on rank {dist.get_rank()} differs from that of rank "
                 f"{source}, but equals that of another training replica: the weights of the replicas differ"
-            ]
-        texts += found
-        comparable = _comparable(engine, part.group.held, planned.fallback)
-        texts += gather.differences(part.group.values, engine, part.group.held, comparable)
+            )
+        comparable = _comparable(engine, held, planned.fallback)
+        texts += found + gather.differences(values, engine, held, comparable)
     gather.raise_mismatches(texts)
 
 
@@ -212,8 +207,8 @@ def check_weights(
 ) -> None:
     """Compare this rank's engine weights with the trainer's by checksums. Collective over the world.
 
-    The comparison reads every weight about twice. It does not rely on `RolloutEngine.weights_version`, which
-    may be wrong. If weights differ, `check_refit` finds weights, ranks and elements and raises RefitMismatch.
+    It does not rely on `RolloutEngine.weights_version`, which may be wrong. If weights differ, `check_refit`
+    finds weights, ranks and elements and raises RefitMismatch.
 
     with_base: compare also the base, which several adapters share.
     """
@@ -231,17 +226,14 @@ def check_weights(
     _compared[trainer] = trainer.version, subject, compared, total
     if differ:
         check_refit(trainer, engine, buffer_mib=buffer_mib, adapter=adapter)
-        for rank, found in enumerate(gather_objects(problem)):
-            if found:
-                raise RefitMismatch(f"on rank {rank}, {found}")
+        if found := gather_texts([f"on rank {dist.get_rank()}, {problem}"] if problem else []):
+            raise RefitMismatch(found[0])
         raise RefitMismatch("the weights of engine and trainer differed, and were equal when compared again")
 
 
 def what_is_equal(trainer: TrainingEngine) -> str:
-    """Return a sentence on how many elements of the engines equal the trainer's present weights.
-
-    Not collective; identical on all ranks.
-    """
+    """Return a sentence on how many elements of the engines equal the trainer's present weights. Not
+    collective; identical on all ranks."""
     version, subject, compared, total = _compared.get(trainer, (None, "", 0, 0))
     if version != trainer.version or not compared:
         return "The weights of this version were not all compared, so they may differ"

@@ -10,7 +10,7 @@ The collectives of each group:
 docs/architecture.md lists the collectives of one step, with sizes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -44,6 +44,11 @@ def gather_objects(
         decode(content[:size].cpu().numpy().tobytes(), *types)
         for content, size in zip(contents, sizes.tolist())
     ]
+
+
+def gather_texts(own: Iterable[str], group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return the texts of all ranks, each once, in the order of the group's ranks."""
+    return list(dict.fromkeys(text for texts in gather_objects(list(own), group) for text in texts))
 
 
 def broadcast_object(

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 FIRST, EVERY = 2, 100
-"""The optimizer's arithmetic is compared in the first updates of a start, and then in every 100th update."""
+"""Costly comparisons run in the first updates of a start, and then in every 100th update."""
+
+
+def is_sampled(number: int) -> bool:
+    """Return whether update `number` of a start, from 1, is one with the costly comparisons."""
+    return number <= FIRST or number % EVERY == 0
 
 
 class StepAudit(TrainerPart):
@@ -24,8 +29,6 @@ class StepAudit(TrainerPart):
     Raises WrongReduction, StateChanged and WrongStep on every rank.
     """
 
-    _num_seen = 0
-    """Number of updates since the start."""
     has_moved = False
     """Whether the last update changed sampled weights of the last stage on any data parallel rank."""
 
@@ -52,8 +55,7 @@ class StepAudit(TrainerPart):
     def after_step(self, *, norm: float, lr: float) -> list[Tensor]:
         engine = self._engine
         assert engine.optimizer is not None
-        compares = self._num_seen < FIRST or engine.num_updates % EVERY == 0
-        self._num_seen += 1
+        compares = is_sampled(engine.num_updates)
         wrong, num_moved = self._state.changes(engine.optimizer, lr, compares=compares)
         clipped = clipped_norms(engine.optimizer, engine.learned_map, norm, self._num_changed)
         moved = num_moved if engine.grid.reports_results else torch.zeros_like(num_moved)
@@ -71,5 +73,11 @@ class StepAudit(TrainerPart):
         self._probe.check(numbers[:num_probed])
         check_clipped(clipped, self._adam.clip_grad)
         if num_wrong:
-            raise WrongStep.of(gather_objects(self._state.describe()))
+            found = enumerate(gather_objects(self._state.describe()))
+            texts = [f"on rank {rank} {text}" for rank, text in found if text]
+            raise WrongStep(
+                "an update did not change sampled elements as AdamW with the keys of the config does: "
+                f"{'; '.join(texts)}. The groups of the optimizer have another decay, rate or beta, another "
+                "step for the bias correction, moments are rounded to nearest, or the kernel is wrong."
+            )
         self.has_moved = moved > 0

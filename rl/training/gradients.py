@@ -1,6 +1,5 @@
 """Accumulation of gradients over micro-batches, and their reduction over data parallel ranks."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rl.config.schema import Training
 from rl.models.layout import Weight
-from rl.runtime.collectives import gather_objects
+from rl.runtime.collectives import gather_texts
+from rl.runtime.names import kind_of
 from rl.training.grid import Grid
 from rl.training.optimizer import gradient_of, main_weights, owned_part
 from rl.training.weights import WeightMap
@@ -118,8 +118,6 @@ ADDED = 1e-6
 """Number that Megatron adds to the norm before dividing by it (`clip_grad_by_total_norm_fp32`)."""
 SMALLEST = 1e-12
 """Norm below which the squares of a large model's gradients are not representable in float32."""
-
-
 COPIES = 2.0**-10
 """Maximum relative difference between the gradients of copies; ranks may add up in another order."""
 SOME = 1 << 18
@@ -163,18 +161,18 @@ def first_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Watched:
-    """A weight whose gradient is compared, as this rank sees it. About ELEMENTS elements are added up."""
+    """A weight whose gradient is compared, as this rank sees it. About ELEMENTS elements are added up.
+
+    row: number of the weight's kind. parameter: with `main_grad`, which Megatron adds. share: factor of this
+    rank's gradient in the sum over ranks (`part_of`). code: a factor that keeps errors of different weights
+    from cancelling each other.
+    """
 
     name: str
     row: int
-    """Number of the weight's kind."""
     parameter: Any
-    """Any, because Megatron adds `main_grad` to it."""
-    factor: float
-    """Factor of this rank's gradient in the sum over ranks (`part_of`), and one that keeps errors of
-    different weights from cancelling each other."""
+    share: float
     code: float
-    """The second of these factors alone."""
     is_on: bool = True
     found: list[torch.Tensor] = field(default_factory=list)
 
@@ -182,8 +180,8 @@ class Watched:
         """Add the sum of an unreduced gradient, and the sum of its absolute values."""
         if self.is_on:
             flat = gradient.detach().reshape(-1)  # a transposed factor's gradient is not contiguous
-            some = flat[:: self._stride].double()
-            self.found.append(torch.stack((self.factor * some.sum(), abs(self.factor) * some.abs().sum())))
+            some = flat[:: self._stride].double() * (self.share * self.code)
+            self.found.append(torch.stack((some.sum(), some.abs().sum())))
 
     def reduced(self, part: torch.Tensor, first: int) -> torch.Tensor:
         """Return the sum of a part of the reduced gradient, float64 []. first: index of its first element."""
@@ -199,41 +197,36 @@ class ReductionProbe:
     """Compares reduced gradients with the gradients of all ranks' backward passes.
 
     If a reduction is left out, done twice or divided, the replicas of the weights are still equal, so that no
-    comparison of weights finds the error. There is one sum for each kind of weight. A kind is a name without
-    the numbers of layer and expert.
+    comparison of weights finds the error. There is one sum for each kind of weight (`kind_of`).
 
-    With overlapped reduction the unreduced gradient is visible only to a hook of the parameter. Then each
-    update compares one weight of each kind. The hook does not see values that Transformer Engine's products
-    add to the gradient directly (`_accumulate_in_products`), so these weights are not compared then. Building
-    a probe is collective over the world.
+    With overlapped reduction, a hook of the parameter reads the unreduced gradient of one weight of each kind
+    per update. It does not see what Transformer Engine's products add to the gradient directly
+    (`_accumulate_in_products`). Building a probe is collective over the world.
     """
 
     def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]) -> None:
         config, self._learned = wrapped[0].config, learned
         self._overlaps = wrapped[0].ddp_config.overlap_grad_reduce
-        hidden = {w.hf[0] for w, parameter in learned.local() if getattr(parameter, "adds_in_product", False)}
+        hidden: set[str] = set()
         if self._overlaps:  # a weight is compared on all ranks that hold a part of it
-            hidden = set().union(*gather_objects(sorted(hidden)))
+            own = [w.hf[0] for w, part in learned.local() if getattr(part, "adds_in_product", False)]
+            hidden = set(gather_texts(own))
         self._members: dict[str, list[str]] = {}
         """Kind -> names of its weights."""
         self._watched: dict[str, Watched] = {}
+        self._copies: dict[str, float] = {}
+        """Weights with copies on tensor parallel ranks -> factor with which the gradients add up to 0."""
         for number, weight in enumerate(learned.weights):
-            name = weight.hf[0]
-            if self._overlaps and name in hidden:
+            name, (tp, tp_rank) = weight.hf[0], learned.tensor_split(weight)
+            if learned.holds(weight) and not weight.cut.split and tp > 1:
+                self._copies[name] = -1.0 / (tp - 1) if tp_rank else 1.0
+            if name in hidden:
                 continue
-            self._members.setdefault(re.sub(r"\d+", "*", name), []).append(name)
+            self._members.setdefault(kind_of(name), []).append(name)
             parameter, share = part_of(learned, weight, config)
             if parameter is not None:
-                row, code = list(self._members).index(re.sub(r"\d+", "*", name)), 1.0 + number % 7
-                self._watched[name] = Watched(name, row, parameter, share * code, code)
-        self._copies = {
-            weight.hf[0]: 1.0 if place == 0 else -1.0 / (tp - 1)
-            for weight in learned.weights
-            if learned.holds(weight) and not weight.cut.split
-            for tp, place in [learned.tensor_split(weight)]
-            if tp > 1
-        }
-        """Weights with copies on tensor parallel ranks -> factor with which the gradients add up to 0."""
+                row = list(self._members).index(kind_of(name))
+                self._watched[name] = Watched(name, row, parameter, share, 1.0 + number % 7)
         self.num_sums = 5 * len(self._members)
         """Number of elements of `sums`."""
         if self._overlaps:
@@ -263,28 +256,25 @@ class ReductionProbe:
         """
         sums = torch.zeros(len(self._members), 5, dtype=torch.float64, device=self._learned.device)
         mains = {parameter: main for parameter, main, _ in main_weights(optimizer)}
-        counted = {
-            parameter for weight, parameter in self._learned.local() if self._learned.is_counted(weight)
-        }
-        rows: list[list[Watched]] = [[] for _ in self._members]
-        for watched in self._watched.values():
-            if watched.is_on:
-                rows[watched.row].append(watched)
-        for row, members in zip(sums, rows):
-            if found := [terms for watched in members for terms in watched.found]:
-                row[:2] = torch.stack(found).sum(0)
-                row[2] = max(len(watched.found) for watched in members)
-            reduced = {
-                watched.name: watched.reduced(gradient_of(mains[own]).view(-1), part.start)
-                for watched in members
-                if (own := watched.parameter) in counted or watched.name in self._copies
-                if (part := owned_part(optimizer, own)) is not None
-            }
-            own = [
-                reduced[each.name] for each in members if each.parameter in counted and each.name in reduced
-            ]
-            copies = [reduced[name] * factor for name, factor in self._copies.items() if name in reduced]
-            for place, values in ((3, own), (4, copies)):
+        counted = counted_parameters(self._learned)
+        terms: list[list[list[torch.Tensor]]] = [[[], [], []] for _ in self._members]
+        """For each kind what was found, and the reduced gradients of counted weights and of copies."""
+        numbers = [0] * len(terms)
+        for name, watched in self._watched.items():
+            if not watched.is_on:
+                continue
+            found, of_counted, of_copies = terms[watched.row]
+            found += watched.found
+            numbers[watched.row] = max(numbers[watched.row], len(watched.found))
+            own, is_copy = watched.parameter, name in self._copies
+            if (own in counted or is_copy) and (part := owned_part(optimizer, own)) is not None:
+                reduced = watched.reduced(gradient_of(mains[own]).view(-1), part.start)
+                of_counted += [reduced] * (own in counted)
+                of_copies += [reduced * self._copies[name]] if is_copy else []
+        for row, number, (found, of_counted, of_copies) in zip(sums, numbers, terms):
+            if found:
+                row[:2], row[2] = torch.stack(found).sum(0), number
+            for place, values in ((3, of_counted), (4, of_copies)):
                 if values:
                     row[place] = torch.stack(values).sum()
         return sums.view(-1)
@@ -305,10 +295,15 @@ class ReductionProbe:
                 )
             if not abs(own - reduced) <= rounding:  # or NaN
                 raise WrongReduction(
-                    f"the gradients of {name} on all ranks add up to {own:.6g}, but the "
-                    f"reduced gradient to {reduced:.6g}: it was not summed exactly once over the data "
-                    "parallel ranks, or changed before the optimizer read it."
+                    f"the gradients of {name} on all ranks add up to {own:.6g}, but the reduced gradient to "
+                    f"{reduced:.6g}: it was not summed exactly once over the data parallel ranks, or changed "
+                    "before the optimizer read it."
                 )
+
+
+def counted_parameters(learned: WeightMap) -> set[torch.Tensor]:
+    """Return this rank's parameters without the copies that another rank counts."""
+    return {parameter for weight, parameter in learned.local() if learned.is_counted(weight)}
 
 
 def num_not_zero(wrapped: Sequence[DistributedDataParallel]) -> torch.Tensor:
@@ -333,15 +328,12 @@ def clipped_norms(
     Element 1 + rank is `norm`, the norm that the rank clipped by. Element 1 + world + rank is `num_changed`
     (`StateSample`). Call it after the optimizer's step. Not collective.
     """
-    counted = {parameter for weight, parameter in learned.local() if learned.is_counted(weight)}
+    counted, rank, world = counted_parameters(learned), dist.get_rank(), dist.get_world_size()
     gradients = [gradient_of(main) for parameter, main, _ in main_weights(optimizer) if parameter in counted]
-    device = learned.device
-    rank, world = dist.get_rank(), dist.get_world_size()
-    found = torch.zeros(1 + 2 * world, dtype=torch.float64, device=device)
+    found = torch.zeros(1 + 2 * world, dtype=torch.float64, device=learned.device)
     if gradients:
         found[0] = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-    found[1 + rank] = norm
-    found[1 + world + rank] = num_changed
+    found[1 + rank], found[1 + world + rank] = norm, num_changed
     return found
 
 
@@ -353,7 +345,7 @@ def check_clipped(found: Sequence[float], limit: float) -> None:
 
     found: `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer; 0: no clipping.
     """
-    square, world = found[0], len(found) // 2
+    size, world = sqrt(found[0]), len(found) // 2
     for rank, number in enumerate(found[1 + world :]):
         if number:
             raise StateChanged(
@@ -363,10 +355,10 @@ def check_clipped(found: Sequence[float], limit: float) -> None:
             )
     for rank, norm in enumerate(found[1 : 1 + world]):
         expected = norm * min(1.0, limit / (norm + ADDED)) if limit else norm
-        if expected > SMALLEST and abs(sqrt(square) - expected) > NORM_TOLERANCE * expected:
+        if expected > SMALLEST and abs(size - expected) > NORM_TOLERANCE * expected:
             raise WrongReduction(
                 f"rank {rank} found a gradient norm of {norm:.6g}, so with optimizer.clip_grad={limit:g} the "
-                f"clipped gradient of the whole model has the norm {expected:.6g}, but it has "
-                f"{sqrt(square):.6g}: the norm is not that of all ranks' gradients, was not used, or "
-                "counts weights that do not learn."
+                f"clipped gradient of the whole model has the norm {expected:.6g}, but it has {size:.6g}: "
+                "the norm is not that of all ranks' gradients, was not used, or counts weights that do not "
+                "learn."
             )

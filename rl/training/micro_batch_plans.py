@@ -43,6 +43,11 @@ MAX_TRIES = 16
 """Maximum number of full micro-batches that are skipped for one part; it bounds the time of a plan."""
 
 
+def samples_of(plan: MicroBatchPlan) -> list[int]:
+    """Return the samples of a plan, ascending."""
+    return sorted(i for micro_batches in plan for micro in micro_batches for i in micro)
+
+
 @dataclass(frozen=True)
 class Cost:
     """Estimated operations of a packed row: linear in its tokens, and per pair of tokens in attention.

@@ -4,7 +4,7 @@ A main weight is the float32 weight that the optimizer updates. Messages and che
 weight.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -166,16 +166,6 @@ def optimizer_tensors(optimizer: MegatronOptimizer, *, in_host: bool = True) -> 
 class WrongStep(RuntimeError):
     """Raised on every rank if an update did not change weights and moments as AdamW does."""
 
-    @classmethod
-    def of(cls, found: Sequence[str]) -> "WrongStep":
-        """Return the error. found: each rank's result of `StateSample.describe`."""
-        texts = [f"on rank {rank} {text}" for rank, text in enumerate(found) if text]
-        return cls(
-            f"an update did not change sampled elements as AdamW with the keys of the config does: "
-            f"{'; '.join(texts)}. The groups of the optimizer have another decay, rate or beta, another step "
-            "for the bias correction, moments are rounded to nearest, or the kernel is wrong."
-        )
-
 
 class StateSample:
     """Checks changes of about SAMPLED elements of each weight and of its moments.
@@ -189,10 +179,8 @@ class StateSample:
 
     def __init__(self, adam: Optimizer, names: Mapping[Tensor, str]):
         self._adam, self._names = adam, names
-        self._addresses: list[int] = []
-        self._rows: list[tuple[Tensor, Tensor, list[Tensor | None]]] = []
+        self._rows: list[tuple[Tensor, Tensor, list[Tensor]]] = []
         """Parameter, its main weight, and the sampled elements of main weight and both moments."""
-        self._decays = torch.zeros(0)
         self._before: Tensor | None = None
         self._noted: Tensor | None = None
         self._wrong = torch.zeros(0)
@@ -225,9 +213,11 @@ class StateSample:
         num_moved = (after[0] != before[0]).sum()
         if not compares or not self._rows:
             return torch.zeros_like(num_moved), num_moved
-        gradients = [_every(gradient_of(main).view(-1)) for _, main, _ in self._rows]
+        gradients = torch.cat([_every(gradient_of(main).view(-1)) for _, main, _ in self._rows])
+        device, rows = before.device, ((own[0], parameter.dim() > 1) for parameter, _, own in self._rows)
+        decays = torch.cat([torch.full((len(own),), flag, device=device) for own, flag in rows])
         step = next((int(counter["step"]) for counter in step_counters(optimizer)), 1)
-        expected, tolerance = _adamw(before, torch.cat(gradients), self._decays, self._adam, lr, step)
+        expected, tolerance = _adamw(before, gradients, decays, self._adam, lr, step)
         self._wrong = ~((after - expected).abs() <= tolerance)
         if self._adam.moments == "bfloat16":
             error, size = (after - expected)[1:].abs(), after[1:].abs()
@@ -243,50 +233,29 @@ class StateSample:
             return ""
         kinds = ("the weights", "the first moments", "the second moments")
         found = [f"{int(n)} of {kind}" for kind, n in zip(kinds, self._wrong.sum(1)) if n]
-        lengths = [len(_every(main.view(-1))) for _, main, _ in self._rows]
-        parts = self._wrong.any(0).split(lengths)
-        names = [self._names.get(row[0], "?") for row, part in zip(self._rows, parts) if part.any()]
-        vectors = sum(row[0].dim() < 2 for row, part in zip(self._rows, parts) if part.any())
+        parts = self._wrong.any(0).split([len(own[0]) for *_, own in self._rows])
+        wrong = [row[0] for row, part in zip(self._rows, parts) if part.any()]
         return (
-            f"{', '.join(found)} in {len(names)} of {len(parts)} weights ({vectors} norms and biases), first "
-            f"{names[0]}"
+            f"{', '.join(found)} in {len(wrong)} of {len(parts)} weights "
+            f"({sum(weight.dim() < 2 for weight in wrong)} norms and biases), first "
+            f"{self._names.get(wrong[0], '?')}"
         )
 
     def _elements(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
         """Return the elements of main weights and of both moments, float64 [3, n]; 0 without moments."""
-        rows = [
-            (parameter, main, [state.get(key) for key in (MASTER, "exp_avg", "exp_avg_sq")])
-            for parameter, main, state in main_weights(optimizer)
-        ]
-        addresses = [x.data_ptr() for _, main, kept in rows for x in (main, *kept) if x is not None]
-        if addresses != self._addresses:
-            self._addresses, self._rows = addresses, []
-            for parameter, main, (master, *moments) in rows:
-                kept = [main if master is None else master, *moments]
-                own = [None if x is None else _every(x.detach().view(-1)) for x in kept]
-                self._rows.append((parameter, main, own))
-            lengths = [len(self._sampled(own, 0)) for *_, own in self._rows]
-            pairs = zip(lengths, self._rows)
-            flags = [torch.full((length,), row[0].dim() > 1, device=device) for length, row in pairs]
-            self._decays = torch.cat(flags) if flags else torch.zeros(0, device=device)
+        self._rows = []
+        for parameter, main, state in main_weights(optimizer):
+            own = _every(state.get(MASTER, main).detach().view(-1))
+            kept = [state.get(key) for key in ("exp_avg", "exp_avg_sq")]
+            moments = [torch.zeros_like(own) if x is None else _every(x.detach().view(-1)) for x in kept]
+            self._rows.append((parameter, main, [own, *moments]))
         columns = []
-        for kind in range(3):
-            views = [self._sampled(own, kind) for *_, own in self._rows]
+        for views in zip(*(own for *_, own in self._rows)):
             # Only state in host memory is moved. For a tensor on the device, `to` would count as a wait for
             # the device.
-            views = [x if x.device == device else x.to(device, non_blocking=True) for x in views]
-            columns.append(torch.cat(views).double() if views else self._decays)
-        return torch.stack(columns)
-
-    @staticmethod
-    def _sampled(own: list[Tensor | None], kind: int) -> Tensor:
-        """Return a parameter's elements of one kind (0: main weight, 1 and 2: moments).
-
-        They are 0 for moments that do not exist yet.
-        """
-        main, found = own[0], own[kind]
-        assert main is not None
-        return torch.zeros_like(main) if found is None else found
+            moved = [x if x.device == device else x.to(device, non_blocking=True) for x in views]
+            columns.append(torch.cat(moved).double())
+        return torch.stack(columns) if columns else torch.zeros(3, 0, dtype=torch.float64, device=device)
 
 
 def gradient_of(main: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ def order_of_the_scores_lost(bug: Bug, score, self, samples, **options):
 
 
 @exhibit("huggingface/trl#3098", ranks=2)
-@caught_by(SCORES, r"CheckFailed: score check: sample \d+ \(prompt \d+\) has the score of another sample")
+@caught_by(SCORES, r"CheckFailed: score check: sample \d+ .* but the worker of rank \d returned")
 @replaces("rl.phases.scorer.gather_columns")
-def scores_of_ranks_interleaved(bug: Bug, gather, results, digests, mine, total, device):
+def scores_of_ranks_interleaved(bug: Bug, gather, results, mine, total, device):
     """On several GPUs completions did not belong to the prompts that they were scored with."""
     start = bug.rank * len(mine)
-    return gather(results, digests, list(range(start, start + len(mine))), total, device)
+    return gather(results, list(range(start, start + len(mine))), total, device)
 
 
 @exhibit("vllm-project/vllm#57846")

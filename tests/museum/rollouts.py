@@ -111,7 +111,7 @@ def seeds_by_the_place_within_a_replica(bug: Bug, samples_of, self, item):
 
 
 @exhibit("verl-project/verl-omni#60")
-@caught_by(SEEDS, r"CheckFailed: seed check: .*and so were 15 further samples of 16")
+@caught_by(SEEDS, r"CheckFailed: seed check: .*and 15 further samples of 16")
 @replaces("rl.rollout.queue_schedule.QueueSchedule._samples_of")
 def seeds_of_the_first_step(bug: Bug, samples_of, self, item):
     """Seeds depended on the prompt's place only, so every step sampled with the same random numbers."""

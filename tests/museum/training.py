@@ -198,20 +198,15 @@ def gradients_of_a_tied_embedding_not_added(bug: Bug) -> None:
 
 
 @exhibit("vllm-project/speculators#900", overrides=("training.optimizer.warmup_steps=10",), resumes=True)
-@caught_by("schedule of the learning rate", r"WrongLearningRate: an update of step 3 used the learning rate")
+@caught_by("schedule of the learning rate", r"WrongLearningRate: the schedule gives .* in step 3 of")
 @replaces("rl.phases.updates.Updates._learn")
 def updates_count_steps_from_the_resume(bug: Bug, learn, self, name, batch, loss, schedule, **options):
     """After a resume the learning rate began its warm-up again, and the schedule did not know."""
     from dataclasses import replace
 
     class Shifted(type(schedule)):
-        """Gives the update another rate than the check that asks for the rate of the step."""
-
-        asked = 0
-
         def rate(self, step):
-            Shifted.asked += 1
-            return super().rate(1 if Shifted.asked == 1 else step)
+            return super().rate(1)
 
     shifted = Shifted(**{name: getattr(replace(schedule), name) for name in schedule.__dataclass_fields__})
     return learn(self, name, batch, loss, shifted, **options)
@@ -293,6 +288,17 @@ def expert_gradients_scaled_in_bfloat16(bug: Bug) -> None:
 def expert_gradients_scaled_with_replayed_routes(bug: Bug) -> None:
     """The experts' input lacked a sum over expert parallel ranks backward; training converged worse."""
     experts_scaled(bug)
+
+
+@exhibit(
+    "ISEEKYAN/Megatron-LM#79", model="qwen3-moe-only", overrides=("training.router_replay=engine",), at=1
+)
+@caught_by("backward pass", BACKWARD)
+@replaces("rl.features.router_replay.trainer.LayerReplay.get_replay_topk")
+def replayed_scores_without_gradient(bug: Bug, replay, self, *args):
+    """Scores of replayed experts were read where they had no gradient, so that the routers did not learn."""
+    scores, chosen = replay(self, *args)
+    return scores.detach(), chosen
 
 
 def experts_scaled(bug: Bug) -> None:

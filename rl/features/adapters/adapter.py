@@ -23,7 +23,6 @@ matrix itself is summed there.
 """
 
 import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -48,7 +47,8 @@ from rl.models.adapters import LowRank, adapters, splits_columns
 from rl.models.boxes import index
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
-from rl.runtime.collectives import gather_objects
+from rl.runtime.collectives import gather_texts
+from rl.runtime.names import listed, one_of_each_kind
 from rl.training.adapted_weight import AdaptedWeight
 from rl.training.parts import TrainerPart
 from rl.training.weights import WeightMap, full_weights, load_hf, mark_split_weights, sharded
@@ -157,11 +157,7 @@ class Adapters(TrainerPart):
 
     def check(self, engine: "TrainingEngine", name: str) -> None:
         """Check that no frozen weight has changed since the first call, and that the optimizer owns all
-        adapters.
-
-        The optimizer updates a parameter only if the parameter has a gradient buffer. Raises WrongLearning on
-        every rank.
-        """
+        adapters: that they have a gradient buffer. Raises WrongLearning on every rank."""
         learned = self.learned_map.parameters
         own = {id(parameter) for parameter in learned.values()}
         frozen = {w.hf[0]: (w, p) for w, p in self._base.local() if id(p) not in own}
@@ -170,17 +166,12 @@ class Adapters(TrainerPart):
         moved = [key for key, value in sums.items() if value != first[key]]
         owned = {p for chunk in engine.wrapped for p in chunk.param_to_bucket_group}
         absent = [key for key, parameter in learned.items() if parameter not in owned]
-        found = gather_objects((moved, absent))
-        for number, what in enumerate(
-            ("frozen weights that have changed", "adapters that the optimizer lacks")
-        ):
-            ranks = [rank for rank, lists in enumerate(found) if lists[number]]
-            if ranks:
-                names = found[ranks[0]][number]
-                raise WrongLearning(
-                    f"adapter check: rank {', '.join(map(str, ranks))} of the {name} has {what}: "
-                    f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}."
-                )
+        kinds = zip(
+            ("frozen weights that have changed", "adapters that the optimizer lacks"), (moved, absent)
+        )
+        where = f"rank {dist.get_rank()} of the {name} has"
+        if found := gather_texts(f"{where} {what}: {listed(names)}" for what, names in kinds if names):
+            raise WrongLearning(f"adapter check: {'; '.join(found[:4])}.")
 
     def beside(self) -> tuple[WeightMap, Callable[[Weight, Tensor], Tensor]]:
         """Return the adapters with the values A and scale * B."""
@@ -198,9 +189,8 @@ class Adapters(TrainerPart):
         """Return a text about the error in one adapted layer's values on this rank; "" if they are right.
 
         The values of one layer are computed again, from the parameters and their places in the whole tensors.
-        This finds, for example, a wrong scale. Each element must equal W + scale * B A, up to rounding. The
-        allowed difference is half the distance of two neighbouring numbers of the dtype, plus the error of
-        the float32 sums. Layers with DoRA are not compared.
+        Each element must equal W + scale * B A, up to half the distance of two neighbouring numbers of the
+        dtype, plus the error of the float32 sums. Layers with DoRA are not compared.
 
         of: maps a weight and its parameter to the values for the engine. number: selects the layer.
         is_beside: whether the engine keeps adapters beside its weights; the values are then scale * B.
@@ -219,22 +209,18 @@ class Adapters(TrainerPart):
         for piece in weights.pieces(weight):
             if piece.hf != (weight.hf[0] if is_beside else weight.hf[pair.part]):
                 continue
-            (first, last), columns = piece.hf_box[0], slice(*piece.hf_box[1])
+            (first, last), columns = piece.hf_box[0], a[:, slice(*piece.hf_box[1])]
             step = -(-(last - first) // COMPARED_ROWS)
             found, before = (tensor[index(piece.local_box)][::step].float() for tensor in (value, start))
             rows = b[first:last:step]
-            added, size = (
-                (rows, rows.abs()) if is_beside else (rows @ a[:, columns], rows.abs() @ a[:, columns].abs())
-            )
+            added, size = (rows, rows.abs()) if is_beside else (rows @ columns, rows.abs() @ columns.abs())
             expected = before + scale * added
             allowed = 0.51 * torch.finfo(value.dtype).eps * expected.abs() + SUM_ERROR * scale * size
             if bool(((found - expected).abs() > allowed).any()):
-                along = float(
-                    ((found - before) * added).sum() / (scale * added.square().sum()).clamp(min=1e-30)
-                )
+                times = ((found - before) * added).sum() / (scale * added.square().sum()).clamp(min=1e-30)
                 return (
-                    f"the values of {pair.module} for the engine contain {along:.2f} times its adapter, "
-                    f"scale * B A with the scale {scale:g}, instead of once"
+                    f"the values of {pair.module} for the engine contain {float(times):.2f} times its "
+                    f"adapter, scale * B A with the scale {scale:g}, instead of once"
                 )
         return ""
 
@@ -321,11 +307,8 @@ class Adapters(TrainerPart):
 
         Raises WrongLearning on every rank. Collective over the world.
         """
-        kinds, eps = dict[str, list[LowRank]](), torch.finfo(self._base.dtype).eps
-        for pair in self.pairs:
-            kinds.setdefault(re.sub(r"\d+", "*", pair.module), []).append(pair)
-        for members in kinds.values():
-            pair = members[len(kinds) * 7 % len(members)]
+        eps = torch.finfo(self._base.dtype).eps
+        for pair in one_of_each_kind(self.pairs, lambda pair: pair.module):
             whole = dict(full_weights(self._base.over([pair.base], self._base.parameters)))
             whole |= full_weights(self.learned_map.over([pair.a, pair.b], self.learned_map.parameters))
             names = pair.base.hf[pair.part], pair.a.hf[0], pair.b.hf[0]

@@ -94,8 +94,7 @@ class Session:
         if reply.digest != -1 and reply.digest != answer_digest(name, vars(reply)):
             raise WrongAnswer(
                 f"the answer of an environment to request {self.num_requests} of trajectory {self.name} "
-                f"({reply.kind}) is not the one that its worker gave to this request: answers were exchanged "
-                "or changed between the worker and the trajectory."
+                f"({reply.kind}) is not the one that its worker gave: answers were exchanged or changed."
             )
         if reply.kind in ("score", "run") and reply.values:
             self.answered = dict(reply.values)
@@ -103,15 +102,14 @@ class Session:
     def check_outcome(self, values: dict[str, float]) -> None:
         """Raise WrongAnswer unless a trajectory ends with the numbers of its environment.
 
-        The numbers come from the environment's last answer that had numbers. If there was no such answer, the
-        score is the sum of the rewards of the turns. For example, rewards 0.5 and 1 give {"score": 1.5}.
+        They are those of the last answer that had numbers, or the score is the sum of the turns' rewards.
         """
         rewards = sum(s.reward for row in self.trajectory.rows for s in row.segments)
         expected = self.answered or ({"score": rewards} if self.trajectory.rewards else {})
         if not self.is_spent and values != expected:
             raise WrongAnswer(
-                f"trajectory {self.name} ends with {values}, but its environment gave it {expected}: the "
-                "result of another trajectory was taken for it."
+                f"trajectory {self.name} ends with {values}, but its environment gave it {expected}: it has "
+                "the result of another trajectory."
             )
 
     def check_context(self, chat: Chat) -> None:

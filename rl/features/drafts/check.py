@@ -1,8 +1,7 @@
 """A test that an engine with drafts samples from the distribution of its reported log-probs.
 
-The reported log-probs are compared with the trainer's in every step (`rl.checks.logprobs`). A wrong rule for
-accepting drafts would leave them right and sample tokens in other proportions: for example, a rule that
-accepts every draft samples from the draft model's distribution.
+A wrong rule for accepting drafts would leave the log-probs right and sample tokens in other proportions: a
+rule that accepts every draft, for example, samples from the draft model's distribution.
 """
 
 import math
@@ -27,11 +26,11 @@ LIMIT = 6.0
 def chi_square(completions: Iterable[tuple[np.ndarray, np.ndarray]], *, top_k: int = 0) -> tuple[float, int]:
     """Return Pearson's statistic and its degrees of freedom, over the contexts that occurred often enough.
 
-    Tokens that follow equal tokens have one distribution, up to rounding. The rounding depends on the other
-    tokens of a step; with routed experts it exceeds the test's precision. The expected count of a token is
-    therefore based on the harmonic mean of its probabilities in the samples that have it: the choice of these
-    samples does not bias this mean. If rounding changes the set of the top_k tokens, so that more than top_k
-    occur, only the more probable half has cells of its own. The first tokens have no drafts and are left out.
+    Tokens that follow equal tokens have one distribution, up to rounding, which with routed experts exceeds
+    the test's precision. The expected count of a token is therefore based on the harmonic mean of its
+    probabilities in the samples that have it, which the choice of these samples does not bias. If rounding
+    changes the set of the top_k tokens, so that more occur, only the more probable half has cells of its
+    own. The first tokens have no drafts and are left out.
 
     completions: token ids [R] and their log-probs [R] for samples of one prompt. top_k: number of
         the most probable tokens that the samples were drawn from; 0: all.
@@ -49,9 +48,8 @@ def chi_square(completions: Iterable[tuple[np.ndarray, np.ndarray]], *, top_k: i
         total = seen.total()
         expected = {token: total * count / inverses[context, token] for token, count in seen.items()}
         own = sorted((t for t in seen if expected[t] >= EXPECTED), key=lambda t: -expected[t])
-        if top_k and sum(count > 0 for count in expected.values()) > top_k:
-            own = own[: top_k // 2]
-        cells = [(float(seen[token]), expected[token]) for token in own]
+        is_more = top_k and sum(count > 0 for count in expected.values()) > top_k
+        cells = [(float(seen[t]), expected[t]) for t in own[: top_k // 2 if is_more else None]]
         # A token with an expected count of 5 is missing with probability e^-5, and then in the common cell.
         rest = total - sum(n for n, _ in cells), total - sum(count for _, count in cells)
         if rest[1] >= EXPECTED or rest[0]:

@@ -323,10 +323,8 @@ class Link:
     def check_weights(self) -> None:
         """Raise RefitMismatch if the engine's weights differ from the weights of the last refit.
 
-        Without this check, a replica could acknowledge a version and still hold another one. The check
-        compares the trainers' checksums of every SAMPLED-th weight, once per version. A leader compares when
-        it sends the first samples of a version, other ranks compare before they take the next version. Not
-        collective.
+        It compares the trainers' checksums of every SAMPLED-th weight, once per version: a leader when it
+        sends the first samples of a version, other ranks before they take the next version. Not collective.
         """
         sums, self._sums = self._sums, []
         if not sums:
@@ -335,10 +333,10 @@ class Link:
         engine, number = self._engine, len(sums)
         for planned, own, sent in zip(self._planned[-number:], held_by(engine)[-number:], sums, strict=True):
             if wrong := changed(sent, engine_parameters(own, planned)):
-                (weight, source), total = wrong[0], len(sent.regions)
+                weight, source = wrong[0]
                 raise RefitMismatch(
                     f"rank {self.rank} acknowledged version {engine.weights_version}, but {len(wrong)} of "
-                    f"{total} compared parts of its engine's weights are not what was sent, first that of "
+                    f"{len(sent.regions)} compared parts of its weights are not what was sent, first that of "
                     f"{planned.in_place[weight].hf[0]} by rank {source}: the update was not applied."
                 )
 

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
 MAX_MISMATCH, MAX_OF_NEIGHBOURS = 0.2, 0.9
 """Limits on the share of (token, layer) with other experts than the present router's: one absolute, one
 relative to the share with the neighbouring token's routes. Rounding changes few choices and updates some, but
-routes of other tokens, layers or samples fit no better than a neighbour's. For example, a share of 0.3 is an
-error if the neighbour's share is 0.32, and is accepted if the neighbour's share is 0.9."""
+routes of other tokens, layers or samples fit no better than a neighbour's."""
 
 
 class WrongRoutes(WrongInputs):

@@ -277,7 +277,8 @@ class TeacherTargets(TrainerPart):
         if self.given is not None:
             targets = self.given[1]
             tokens = partial(top_k, k=min(targets.top_k, NUM_COMPARED)) if targets.top_k else None
-            check_head(engine, top_k_divergence if tokens else linear_divergence, targets.divergence, tokens)
+            linear = top_k_divergence if tokens else linear_divergence
+            check_head(engine, linear=linear, of=targets.divergence, tokens=tokens)
 
     def outputs(self, batch: Batch) -> tuple[str, ...]:
         return (MicroTargets.name,) if self.given is not None and self.given[0] is batch else ()

@@ -25,7 +25,7 @@ from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.training.engine import TrainingEngine
-from rl.training.micro_batch_plans import MicroBatchPlan
+from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 from rl.training.packing import MicroBatch
 
 NUM_COMPARED = 4
@@ -112,7 +112,7 @@ class Teaching:
                         wanted, group = len(policy.chunks[-1].head_weight), policy.grid.groups.tp
                         targets.heads.append(head_rows(model.chunks[-1].head_weight, wanted, group))
                 if not goal.top_k:
-                    for sample in (i for rank in plan for micro in rank for i in micro):
+                    for sample in samples_of(plan):
                         teachers[sample] = number
 
     def _keep(self, targets: Targets, model: TrainingEngine, micro: MicroBatch) -> None:

@@ -93,7 +93,7 @@ class ToyEngine:
     device = CPU
 
     def __init__(self, optimizer):
-        self.spec = SimpleNamespace(optimizer=optimizer)
+        self.spec = SimpleNamespace(optimizer=optimizer, has_values=False)
         self.grid = SimpleNamespace(dp=dist.get_world_size(), reports_results=True)
         self.weight_map = SimpleNamespace(hf=HF, weights=[], dtype=torch.float32, local=list)
         self.learned_map = self.weight_map

@@ -96,7 +96,7 @@ OPTIONS = {
     ],
     "reinforce++": ["gamma=0.9", "reward_kl.estimator=k3"],
 }
-COMPARED = set(formulas("advantages")) - {"optimal-token-baseline", "turn-return", "turn-spread"}
+COMPARED = set(formulas("advantages")) - {"turn-return", "turn-spread"}
 CASES = [(name, keys) for name in sorted(COMPARED) for keys in ["", *OPTIONS.get(name, [])]]
 
 

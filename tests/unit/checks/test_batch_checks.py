@@ -156,7 +156,7 @@ def test_samples_that_lost_their_tokens_or_scores_are_found():
     ids = list(moved.response_ids)
     wrong = {
         "the score that was made for it": dict(scores=moved.scores.roll(1)),
-        "made for it; [0-9]+ of [0-9]+ samples": dict(
+        r"made for it \(and \d+ further samples of \d+": dict(
             score_details={name: values.roll(1) for name, values in moved.score_details.items()}
         ),
         "the tokens and the ending": dict(truncated=~moved.truncated),

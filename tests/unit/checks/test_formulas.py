@@ -3,20 +3,21 @@
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from rl.checks import head
+from rl.checks import head, updates
 from rl.checks.advantages import check_entropy_coef
 from rl.checks.batches import CheckFailed, check_rejections
 from rl.checks.objective import check_loss
 from rl.checks.precision import is_rounded
 from rl.checks.sampling import check_uniforms
 from rl.checks.selection import check_selection
-from rl.checks.updates import expected_rate
+from rl.checks.updates import UpdateChecks, check_divergence, expected_rate
 from rl.config.correction import RolloutCorrection
 from rl.config.schema import Optimizer
 from rl.config.terms import AdaptiveEntropy
@@ -32,7 +33,7 @@ from rl.phases.updates import critic_loss
 from rl.rollout import inversion
 from rl.training.learning_rate import RateSchedule
 from rl.training.logprobs import linear_logprobs
-from rl.training.loss import Loss
+from rl.training.loss import Loss, Totals
 from tests.configs import config_with
 from tests.each import each
 
@@ -171,3 +172,33 @@ def test_steps_of_the_entropy_coefficient_are_computed_again():
         check_entropy_coef(goal, entropy, before, (weight, control.coef))
     with pytest.raises(CheckFailed, match="objective.adaptive_entropy has the coefficient 0.012, but"):
         check_entropy_coef(goal, 0.3, 0.01, (0.0, 0.012))
+
+
+def three_samples() -> Batch:
+    ids = [np.arange(20, dtype=np.int32)] * 3
+    return Batch(ids, ids, torch.arange(3), torch.zeros(3, dtype=torch.bool), mask=torch.ones(60))
+
+
+def test_an_output_that_only_a_check_reads_is_computed_in_few_updates(monkeypatch):
+    monkeypatch.setattr(updates, "gather_objects", lambda own: [own])
+    model, batch = SimpleNamespace(spec=SimpleNamespace(has_values=False), num_updates=0), three_samples()
+    batch.extra["selected_tokens"] = torch.zeros(60)
+    config = config_with("objective.top_entropy=0.3", "algorithm=grpo")
+    checks, totals = UpdateChecks(model, batch, 1e-3, is_first=False, config=config), Totals(60.0, 3.0, 3.0)
+    numbers = []
+    for model.num_updates in range(101):
+        outputs = checks.begin(None, totals, [[[0, 1, 2]]], ("logprobs",))
+        numbers += [model.num_updates] * ("entropy" in outputs)
+    assert numbers == [0, 1, 99]
+    assert checks.begin(None, totals, [[[0, 1, 2]]], ("logprobs", "entropy")) == ("logprobs", "entropy")
+
+
+def test_an_estimate_of_a_small_divergence_is_compared_in_its_own_size(monkeypatch):
+    monkeypatch.setattr(updates, "gather_objects", lambda own: [own])
+    batch = three_samples()
+    batch.ref_logprobs = torch.zeros(60)
+    logprobs = 1e-9 * torch.arange(60)
+    ratios = logprobs.view(3, 20).double().sum(1)
+    check_divergence(float(ratios.mean()), batch, [0, 1, 2], logprobs)
+    with pytest.raises(CheckFailed, match="the loss gets kl="):  # the mean of two samples differs by 2e-7
+        check_divergence(float(ratios[1:].mean()), batch, [0, 1, 2], logprobs)
