@@ -243,7 +243,7 @@ class HostileSlurm:
             job.is_training = False
             self.monkeypatch.setenv("SLURM_JOB_ID", job.id)
             turns.end_job(self.directory, job.number, int(self.now - job.started), code)
-            self.end(job, "COMPLETED")
+            self.later(3.0, lambda: self.end(job, "COMPLETED"))
 
     def end(self, job: FakeJob, state: str) -> None:
         if job.is_live:
@@ -306,13 +306,25 @@ def two_jobs(fake: HostileSlurm) -> tuple[FakeJob, FakeJob]:
 def test_a_job_that_the_user_cancels_is_not_replaced(hostile):
     fake = hostile(JobLimits(jobs=2))
     first, successor = two_jobs(fake)
+    steps = fake.steps
     fake.end(first, "CANCELLED")  # the successor starts, and leaves
     fake.sleep(HOUR)
     assert (successor.state, len(fake.requests), fake.live()) == ("COMPLETED", 2, [])
+    assert fake.steps == steps
     assert f"job {first.id} was cancelled" in fake.turn()
     (fake.directory / "stop").unlink()
     fake.turn()
     assert len(fake.requests) == 3 and fake.live()
+
+
+def test_a_job_that_is_being_cancelled_requests_no_other(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    fake.turn()
+    fake.sleep(30)
+    (first,) = fake.live()
+    first.state = "COMPLETING"
+    turns.end_job(fake.directory, first.number, 30, 0)
+    assert len(fake.requests) == 1
 
 
 def test_after_a_cancelled_successor_the_job_trains_to_its_end(hostile):
