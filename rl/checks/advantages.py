@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from torch import Tensor
 
 from rl.checks.batches import CheckFailed, place
 from rl.config.schema import Config, Objective
@@ -150,7 +151,10 @@ def check_advantages(batch: Batch, config: Config) -> None:
     for group in chosen if formula else ():
         assert formula is not None
         found = [np.asarray(value) for value in formula(numbers, group)]
-        if math.isfinite(size := _rounded(numbers.rewards[group], found)):
+        compared = numbers.rewards[group]
+        if estimator.function == "turn_return":
+            compared = np.array([x for own in _turn_returns(numbers, group) for x in own.values()] or [0.0])
+        if math.isfinite(size := _rounded(compared, found)):
             counts = map(numbers.size, group)
             pairs += [(i, np.broadcast_to(own, n), size) for i, own, n in zip(group, found, counts)]
     if "returns" in batch.extra:
@@ -350,6 +354,55 @@ def _summed_errors(numbers: _Numbers, sample: int, lam: float) -> np.ndarray:
     return _to_go(rewards + gamma * np.append(values[1:], 0.0)[: len(values)] - values, gamma * lam)
 
 
+def _turns(numbers: _Numbers, sample: int, name: str = "turns") -> np.ndarray:
+    """Return a column at all tokens of a sample. Without turns all belong to turn 1, without reward."""
+    own, (start, end) = numbers.samples.named(name), numbers.samples.offsets[sample : sample + 2].tolist()
+    if own is None:
+        return np.full(end - start, float(name == "turns"))
+    assert isinstance(own, Tensor)
+    return own[start:end].double().numpy()
+
+
+def _at_turns(numbers: _Numbers, sample: int, values: dict[float, float]) -> np.ndarray:
+    """Return the value of each counted token's turn."""
+    start, end = numbers.samples.offsets[sample : sample + 2].tolist()
+    counted = (numbers.samples.mask[start:end] > 0).numpy()
+    return np.array([values.get(turn, 0.0) for turn in _turns(numbers, sample)[counted]])
+
+
+def _turn_spread(numbers: _Numbers, group: list[int]) -> GroupValues:
+    gamma, found = numbers.goal.turn_gamma, []
+    whole = _relative(numbers.rewards[group], by_std=numbers.goal.normalize_by_std)
+    for advantage, sample in zip(whole, group):
+        last = sorted({turn for turn in _turns(numbers, sample) if turn > 0}, reverse=True)
+        values = {turn: advantage * gamma**later for later, turn in enumerate(last)}
+        found.append(_at_turns(numbers, sample, values))
+    return found
+
+
+def _turn_returns(numbers: _Numbers, group: list[int]) -> list[dict[float, float]]:
+    """Return for each sample the discounted rewards from each turn on, by number of the turn."""
+    found = []
+    for sample in group:
+        turns, rewards = _turns(numbers, sample), _turns(numbers, sample, "turn_rewards")
+        own = sorted({turn for turn in turns if turn > 0})
+        x = np.array([rewards[turns == turn].sum() for turn in own])
+        x[-1:] += numbers.rewards[sample] - rewards.sum()
+        found.append(dict(zip(own, _to_go(x, numbers.goal.turn_gamma))))
+    return found
+
+
+def _turn_return(numbers: _Numbers, group: list[int]) -> GroupValues:
+    returns = _turn_returns(numbers, group)
+    every = np.array([value for own in returns for value in own.values()])
+    scale = _std(every) + EPS if numbers.goal.normalize_by_std else 1.0
+    scale = scale if len(group) > 1 else math.inf
+    return [
+        _at_turns(numbers, sample, {turn: (value - every.mean()) / scale for turn, value in own.items()})
+        for sample, own in zip(group, returns)
+    ]
+
+
 def _of_rewards(formula: Callable[[np.ndarray, bool], np.ndarray]) -> OfGroup:
     """Return a formula that needs only the rewards of a group, and `objective.normalize_by_std`."""
     return lambda numbers, group: formula(numbers.rewards[group], numbers.goal.normalize_by_std)
@@ -367,6 +420,8 @@ FORMULAS: dict[str, OfGroup] = {
     "remax": lambda n, group: n.rewards[group] - n.samples.column("baselines")[group].double().numpy(),
     "reinforce_pp": lambda n, group: [_to_go(n.tokens("token_rewards", i), n.goal.gamma) for i in group],
     "optimal_token_baseline": _optimal_token_baseline,
+    "turn_spread": _turn_spread,
+    "turn_return": _turn_return,
     "gae": _gae,
 }
 """Function of an estimator -> its formula for one group, before whitening."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from rl.checks.batches import CheckFailed
 from rl.runtime.collectives import gather_texts
 from rl.training.engine import TrainingEngine
+from rl.training.extras import LogitsFilter
 from rl.training.logprobs import FLOOR, gathered, linear_logprobs, own_rows
 
 TOKENS, ROWS = 64, 1024
@@ -27,6 +28,22 @@ GRADIENT_ERROR = {torch.float32: 2.0**-9, torch.bfloat16: 2.0**-8}
 """Maximum error of gradients, relative to their norm. A sum that is rounded to bfloat16 after each chunk has
 an error above 2^-7.5."""
 OfTensor = Callable[[Tensor], Tensor]
+
+
+class _Excluded(LogitsFilter):
+    """Excludes tokens of the vocabulary. mask: bool [tokens, V], or the columns of a rank's rows."""
+
+    def __init__(self, mask: Tensor):
+        self._mask = mask
+
+    def of(self, index: Tensor) -> "_Excluded":
+        return _Excluded(self._mask[index])
+
+    def on_rows(self, first: int, rows: int, device: torch.device) -> "_Excluded":
+        return _Excluded(self._mask[:, first : first + rows])
+
+    def restrict(self, logits: Tensor, part: slice) -> None:
+        logits.masked_fill_(self._mask[part], FLOOR)
 
 
 class WrongHead(CheckFailed):
@@ -72,8 +89,11 @@ def problems_of(
     hidden *= 2 / _logits(hidden, weight.detach(), options).std(-1, keepdim=True).to(weight)
     targets = torch.randint(vocab_size, (TOKENS,), generator=generator).to(weight.device)
 
-    def logprobs(hidden: Tensor) -> Tensor:
-        return torch.stack(linear_logprobs(hidden, weight, targets, **options))
+    thirds = torch.arange(vocab_size) + torch.arange(TOKENS)[:, None]
+    excluded = (thirds % 3 == 0).to(weight.device).scatter(1, targets[:, None], False)
+
+    def logprobs(hidden: Tensor, kept: LogitsFilter | None = None) -> Tensor:
+        return torch.stack(linear_logprobs(hidden, weight, targets, logits_filter=kept, **options))
 
     def expected(x: Tensor) -> Tensor:
         log_p = x.log_softmax(-1)
@@ -104,7 +124,14 @@ def problems_of(
                 return f"the gradient of {name} for the {what} differs from float64 by {error:.3g}"
         return ""
 
-    cases: list[tuple[str, OfTensor, OfTensor]] = [("log-probs and entropy", logprobs, expected)]
+    cases: list[tuple[str, OfTensor, OfTensor]] = [
+        ("log-probs and entropy", logprobs, expected),
+        (
+            "log-probs and entropy under sampling masks",
+            lambda hidden: logprobs(hidden, _Excluded(excluded)),
+            lambda x: expected(x.masked_fill(excluded, FLOOR)),
+        ),
+    ]
     if linear is not None:
         teacher, name = weight.detach().roll(1, 1), getattr(of, "func", of).__name__
         log_q = _logits(other, teacher, options).log_softmax(-1)

@@ -186,8 +186,9 @@ class SlopeCheck:
         weights = [*self._weights, *self._kinds]
         loss = partial(_mean, mask=batch.mask, count=count, output=output)
         parts = model.gradients(batch, few, loss, weights, output)
-        if not any(self._summed([None if part[1] is None else part[1].abs().sum() for part in parts[:2]])):
-            return  # for example, a new value head is 0
+        sizes = [None if part[1] is None else part[1].abs().sum() for part in parts[:2]]
+        if output == "values" and not any(self._summed(sizes)):
+            return  # a new value head is 0
 
         def slope_of(names: str, along: str, moves: Sequence[WeightMove]) -> Slope:
             changes, ends = [], list[list[Tensor]]()
@@ -277,6 +278,8 @@ class SlopeCheck:
         if holders:
             largest = STEP[dtype] * sizes / holders
             step = min(largest, max(step, largest / 2))
+        elif not total:  # no gradient reaches an adapter
+            step = min(STEP[dtype], 2.0**-5)
         return WeightMove(parameter, gradient, share, None if signs is None else step * signs)
 
     def _compare(self, count: float) -> None:

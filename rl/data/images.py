@@ -156,11 +156,15 @@ class PromptImage:
         return zlib.crc32(self.pixels.data)
 
 
+def upright(image: PromptImage) -> Pillow.Image:
+    """Return the decoded image in RGB, as a viewer shows it, not resized."""
+    with Pillow.open(io.BytesIO(image.content)) as opened:
+        return _without_transparency(ImageOps.exif_transpose(opened))
+
+
 @functools.lru_cache(maxsize=128)
 def _decoded(image: PromptImage) -> np.ndarray:
-    with Pillow.open(io.BytesIO(image.content)) as opened:
-        upright = _without_transparency(ImageOps.exif_transpose(opened))
-    pixels = np.asarray(upright.resize((image.width, image.height), Pillow.Resampling.BICUBIC)).copy()
+    pixels = np.asarray(upright(image).resize((image.width, image.height), Pillow.Resampling.BICUBIC)).copy()
     pixels.setflags(write=False)
     return pixels
 

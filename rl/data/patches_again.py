@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image as Pillow
 
+from rl.data.images import upright
 from rl.data.prompts import Prompt
 
 
@@ -21,7 +21,7 @@ def check_patches(prompts: Sequence[Prompt], directory: str, max_pixels: int) ->
 
     limit: dict[str, Any] = {"max_pixels": max_pixels} if max_pixels else {}
     processor = Qwen2VLImageProcessorPil.from_pretrained(directory, **limit)
-    expected = processor(Pillow.fromarray(image.pixels), return_tensors="np")
+    expected = processor(upright(image), return_tensors="np")
     grid, patches = tuple(expected["image_grid_thw"][0].tolist()), expected["pixel_values"]
     found = image.format.patches(image.pixels)
     same_size = grid == (1, *image.grid) and found.shape == patches.shape

@@ -102,10 +102,10 @@ def test_lines_are_below_150_columns():
     assert wide == []
 
 
-def test_the_pages_together_stay_below_66_000_words():
+def test_the_pages_together_stay_below_66_200_words():
     """A page says its rule and links its evidence; CONTRIBUTING.md is not counted."""
     counts = sorted((len(page.read_text().split()), str(page.relative_to(ROOT))) for page in PAGES)
-    assert sum(words for words, name in counts if name != "CONTRIBUTING.md") < 66_000, counts
+    assert sum(words for words, name in counts if name != "CONTRIBUTING.md") < 66_200, counts
 
 
 def test_links_between_pages_lead_to_files():

@@ -61,6 +61,8 @@ COMPARED_ROWS = 1024
 SUM_ERROR = 2.0**-10
 """Maximum relative error of the products in a float32 matrix multiplication, because a GPU may round the
 factors to TF32."""
+DORA_ERROR = 1e-5
+"""Maximum relative error of the length of a row in float32."""
 KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Names of the parameters of one adapter, as in the package peft."""
 
@@ -190,13 +192,13 @@ class Adapters(TrainerPart):
 
         The values of one layer are computed again, from the parameters and their places in the whole tensors.
         Each element must equal W + scale * B A, up to half the distance of two neighbouring numbers of the
-        dtype, plus the error of the float32 sums. Layers with DoRA are not compared.
+        dtype, plus the error of the float32 sums. With DoRA, rows that are whole on this rank are compared.
 
         of: maps a weight and its parameter to the values for the engine. number: selects the layer.
         is_beside: whether the engine keeps adapters beside its weights; the values are then scale * B.
         """
         base, learned, scale = engine.weight_map, self.learned_map, self.config.scale
-        pairs = [pair for pair in self.pairs if base.holds(pair.base) and pair.magnitude is None]
+        pairs = [pair for pair in self.pairs if base.holds(pair.base)]
         if not pairs:
             return ""
         pair = pairs[number % len(pairs)]
@@ -214,9 +216,21 @@ class Adapters(TrainerPart):
             found, before = (tensor[index(piece.local_box)][::step].float() for tensor in (value, start))
             rows = b[first:last:step]
             added, size = (rows, rows.abs()) if is_beside else (rows @ columns, rows.abs() @ columns.abs())
-            expected = before + scale * added
-            allowed = 0.51 * torch.finfo(value.dtype).eps * expected.abs() + SUM_ERROR * scale * size
+            expected, eps = before + scale * added, 0.51 * torch.finfo(value.dtype).eps
+            if pair.magnitude is not None:
+                if columns.shape[1] < a.shape[1]:  # several ranks hold a row, and its length
+                    continue
+                factors = _whole(learned, pair.magnitude)[first:last:step] / expected.norm(dim=1)
+                expected, size = (x * factors[:, None] for x in (expected, size))
+                eps += DORA_ERROR
+            allowed = eps * expected.abs() + SUM_ERROR * scale * size
             if bool(((found - expected).abs() > allowed).any()):
+                if pair.magnitude is not None:
+                    error = float((found - expected).norm() / expected.norm())
+                    return (
+                        f"the values of {pair.module} for the engine differ by {error:.2g} of their size "
+                        "from W + scale * B A with DoRA's magnitudes as the lengths of its rows"
+                    )
                 times = ((found - before) * added).sum() / (scale * added.square().sum()).clamp(min=1e-30)
                 return (
                     f"the values of {pair.module} for the engine contain {float(times):.2f} times its "

@@ -96,7 +96,7 @@ OPTIONS = {
     ],
     "reinforce++": ["gamma=0.9", "reward_kl.estimator=k3"],
 }
-COMPARED = set(formulas("advantages")) - {"turn-return", "turn-spread"}
+COMPARED = set(formulas("advantages"))
 CASES = [(name, keys) for name in sorted(COMPARED) for keys in ["", *OPTIONS.get(name, [])]]
 
 

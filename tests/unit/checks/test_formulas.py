@@ -142,9 +142,16 @@ def test_a_head_with_wrong_or_coarse_results_is_found(monkeypatch, dtype):
         logprobs, entropy, squares = linear_logprobs(*args, **options)
         return logprobs, entropy.detach() + 0 * logprobs, squares
 
-    for wrong, text in ((rounded, "differ from float64"), (without_gradient, "the gradient of log-probs")):
+    def unmasked(*args, **options):
+        return linear_logprobs(*args, **(options | {"logits_filter": None}))
+
+    for wrong, text, number in (
+        (rounded, "differ from float64", 2),
+        (without_gradient, "the gradient of log-probs", 2),
+        (unmasked, "under sampling masks differ from float64", 1),
+    ):
         monkeypatch.setattr(head, "linear_logprobs", wrong)
-        assert text in found()[0] and len(found()) == 1
+        assert text in found()[0] and len(found()) == number
     monkeypatch.setattr(head, "linear_logprobs", linear_logprobs)
 
 
