@@ -145,7 +145,8 @@ class TestSubmit:
 
     def test_the_limits_of_jobs_that_start_now_are_keys(self, place):
         limits = "{jobs: 4, node_hours: 9, partitions: [a, b], not_before: 2026-12-24 18:00:00}"
-        own = ("--nodes=2", "--", "model.path=models/qwen2.5-7b", "checkpoint.every=1", f"run.limits={limits}")
+        keys = "model.path=models/qwen2.5-7b", "checkpoint.every=1", f"run.limits={limits}"
+        own = ("--nodes=2", "--", *keys)
         launch("submit", "--anywhen", "--dry-run", "--config", "config.yaml", *own)
         plan = json.loads((place / "runs" / "test" / "anywhen" / "plan.json").read_text())
         assert plan["limits"]["jobs"] == 4 and plan["partitions"] == ["a", "b"]
