@@ -19,7 +19,7 @@ def hf_gradient(model: Any, logprobs: Tensor, directory: Path) -> dict[str, Tens
     transformers holds all experts in one tensor and splits it in `save_pretrained`, which writes to
     `directory`.
     """
-    options = dict(allow_unused=True, materialize_grads=True)  # biases of routers
+    options: Any = dict(allow_unused=True, materialize_grads=True)  # biases of routers
     gradients = torch.autograd.grad(logprobs.sum(), list(model.parameters()), **options)
     buffers = {
         name.rpartition(".")[2] for name, _ in model.named_buffers()

@@ -12,7 +12,7 @@ WORKER = Path(__file__).parent / "backends_worker.py"
 TIED = ("SmolLM3ForCausalLM", "GraniteForCausalLM", "GraniteMoeHybridForCausalLM", "Gemma3ForCausalLM")
 OUTPUT, GRADIENT = 1e-5, 1e-6
 """Largest difference of a log-prob, an entropy or a sum of squares; of a gradient, relative in the 2-norm.
-The gradient may also differ by twice as much as Megatron's from itself if the samples are packed otherwise."""
+It may also differ by twice as much as Megatron's gradient from itself if the samples are packed otherwise."""
 
 
 @pytest.mark.slow
