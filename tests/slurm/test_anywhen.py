@@ -25,6 +25,7 @@ import pytest
 
 from launch.anywhen.record import JobRecord, records
 from rl.config.durations import seconds_of
+from rl.runtime.ranks import expand_hostlist
 from tests.records import comparable
 from tests.slurm.cluster import PATIENCE_S, Cluster, running_cluster, status, wait_for
 from tests.toy import SFT, train, write_config
@@ -165,7 +166,9 @@ def test_a_hostile_scheduler_loses_nothing(slurm, toy, tmp_path):
         while status(run.directory)["state"] != "finished":
             assert time.monotonic() < deadline, (status(run.directory), run.requests)
             mine = run.in_queue()
-            if not mine:  # all were killed at once; the user, or cron, calls again
+            if not any(
+                job["state"] == "RUNNING" for job in mine
+            ):  # cron calls again: all were killed or held
                 run.submit()
             elif kinds and status(run.directory)["step"] > 25 * (6 - len(kinds)) and rng.random() < 0.3:
                 kind = kinds.pop()
@@ -206,7 +209,11 @@ def disturb(cluster: Cluster, kind: str, rng: random.Random, jobs: list[dict[str
         running = [job["id"] for job in jobs if job["state"] == "RUNNING"]
         if not running:
             return False
-        cluster.run("scancel", "--full", "--signal=KILL", rng.choice(running))
+        node = expand_hostlist(cluster.job(rng.choice(running))["NodeList"])[
+            0
+        ]  # with scancel the run would end
+        cluster.switch("lose-node", node)
+        cluster.switch("start-node", node)
     elif kind == "refuse":
         cluster.run("scontrol", "update", "PartitionName=main", "State=DRAIN")
         time.sleep(15)
