@@ -200,8 +200,14 @@ class UpdateChecks:
     def end(self, result: UpdateResult) -> None:
         """Check an update, and remove TERMS from its metrics. Collective over the world.
 
-        Raises WrongGradient, WrongTokens or CheckFailed.
+        Raises WrongLearningRate, WrongGradient, WrongTokens or CheckFailed.
         """
+        assert self._model.optimizer is not None, "the model learns"
+        if other := {group["lr"] for group in self._model.optimizer.param_groups} - {self._lr}:
+            raise WrongLearningRate(
+                f"an update used the learning rate {min(other):g}, but the schedule gives {self._lr:g} for "
+                "its step."
+            )
         share, product, codes, gap, compared = (result.metrics.pop(name) for name in TERMS)
         self._check_gradient()
         self._check_tokens(share, product, codes)

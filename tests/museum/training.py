@@ -198,18 +198,11 @@ def gradients_of_a_tied_embedding_not_added(bug: Bug) -> None:
 
 
 @exhibit("vllm-project/speculators#900", overrides=("training.optimizer.warmup_steps=10",), resumes=True)
-@caught_by("schedule of the learning rate", r"WrongLearningRate: the schedule gives .* in step 3 of")
-@replaces("rl.phases.updates.Updates._learn")
-def updates_count_steps_from_the_resume(bug: Bug, learn, self, name, batch, loss, schedule, **options):
+@caught_by("schedule of the learning rate", r"WrongLearningRate: an update used the learning rate 0\.0001")
+@replaces("rl.training.engine.TrainingEngine.update")
+def updates_count_steps_from_the_resume(bug: Bug, update, self, *args, lr, **options):
     """After a resume the learning rate began its warm-up again, and the schedule did not know."""
-    from dataclasses import replace
-
-    class Shifted(type(schedule)):
-        def rate(self, step):
-            return super().rate(1)
-
-    shifted = Shifted(**{name: getattr(replace(schedule), name) for name in schedule.__dataclass_fields__})
-    return learn(self, name, batch, loss, shifted, **options)
+    return update(self, *args, lr=lr / 3, **options)
 
 
 @exhibit("ServiceNow/Fast-LLM#545", overrides=("training.optimizer.weight_decay=0.1",), at=0)
