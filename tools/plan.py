@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             layout, own = start_of(config, arguments.gpus, hardware, known)
             factors = factors_of(arguments.measured, hardware, known) if arguments.measured else {}
             found = fastest(own, count=5)
-            print(f"{arguments.gpus} x {gpu}: {config.run.name}" + ("" if found else ": nothing fits"))
+            missing = "" if found else f": nothing fits; with the first layout, {'; '.join(own.problems)}"
+            print(f"{arguments.gpus} x {gpu}: {config.run.name}{missing}")
             for place, change in enumerate(sorted(found, key=lambda each: total(each, factors)), start=1):
                 change = replace(change, values={**layout, **change.values})
                 print(lines_of(place, change, factors))
@@ -66,13 +68,16 @@ def start_of(
     known: keyword arguments of `estimate`, the mean lengths and the shape of the model. Raises ConfigError,
     about the config's own layout, if that is invalid on so many GPUs and no other fits.
     """
+    one = dict.fromkeys(("training.tp", "training.pp", "training.cp", "training.ep", "rollout.tp"), 1)
     try:
         return {}, estimate(config, gpus, hardware, plan=False, **known)
-    except ConfigError:
-        layout = find_layout(config, gpus, hardware, shape=known["shape"])
-        if layout is None:
-            raise
-    return layout, estimate(with_values(config, layout), gpus, hardware, plan=False, **known)
+    except ConfigError as error:
+        for layout in (find_layout(config, gpus, hardware, shape=known["shape"]), one):
+            with suppress(ConfigError):
+                if layout is not None:
+                    new = with_values(config, layout)
+                    return layout, estimate(new, gpus, hardware, plan=False, **known)
+        raise error
 
 
 def lines_of(place: int, change: Change, factors: Mapping[str, float]) -> str:

@@ -27,9 +27,10 @@ def fastest(before: Estimate, *, count: int = 5, tries: int = TRIES) -> list[Cha
     """Return the configurations with the shortest estimated steps among those that fit, the fastest first.
 
     The search begins with the given config, and again and again tries the neighbours of the fastest config
-    that it has not left yet: twice or half of a parallel size or of the micro-batch, another recomputation or
-    offload. A change without effect on the seconds is not listed. count: maximum number of results. tries:
-    maximum number of estimates.
+    that it has not left yet: the next divisor of the ranks as a parallel size, twice or half of the
+    micro-batch, another recomputation or offload. A change without effect on the seconds is not listed.
+
+    count: maximum number of results. tries: maximum number of estimates.
     """
     world = before.layout.num_ranks
     seen: set[tuple[tuple[str, object], ...]] = {()}
@@ -69,7 +70,9 @@ def _neighbours(config: Config, before: Estimate, world_size: int) -> Iterator[t
     if needs_engine(config):
         sizes["rollout.tp"] = config.rollout.tp
     for key, size in sizes.items():
-        yield from ((key, new) for new in (size * 2, size // 2) if 1 <= new <= world_size)
+        larger = [n for n in divisors(world_size) if n > size][:1]
+        smaller = [n for n in divisors(world_size) if n < size][-1:]
+        yield from ((key, new) for new in (*larger, *smaller))
     for tokens in (training.micro_batch_tokens * 2, training.micro_batch_tokens // 2):
         yield "training.micro_batch_tokens", tokens
     for key, stages in STAGES.items():
@@ -103,7 +106,7 @@ def find_layout(
 
 
 def _trials(config: Config, world_size: int) -> Iterator[dict[str, object]]:
-    sizes = [n for n in divisors(world_size) if n & (n - 1) == 0]
+    sizes = [n for n in divisors(world_size) if n <= 8 or n & (n - 1) == 0]
     keys = {"training.tp": sizes, "training.pp": sizes}
     if config.training.ep > 1:
         keys["training.ep"] = sizes

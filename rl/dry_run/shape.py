@@ -269,7 +269,7 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
     if not fitting:
         raise ConfigError(
             f"{key}={path} has no config.json here, and its name begins with none of the published shapes "
-            f"in {SHAPES}; give --model-shape FILE."
+            f"in {SHAPES}; put its config.json there, or give --model-shape FILE to a dry run or plan."
         )
     directory = max(fitting, key=lambda directory: len(directory.name))
     note = f"{path} is not on this machine; its shape is that of configs/models/{directory.name}"

@@ -37,21 +37,21 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
     prompts = [row for row in rows if isinstance(row, Prompt)]
     plan, checks = config.agents.plan, dict[str, Callable[..., Any] | None]()
     rank, world = dist.get_rank(), dist.get_world_size()
+    key = config.data.ground_truth_key or GROUND_TRUTH
     environments = [_environment(plan, prompt) for prompt in prompts]
     for prompt, environment in list(zip(prompts, environments))[rank::world]:
         if environment and environment not in checks:
             checks[environment] = None if config.agents.interpreter else _check_beside(environment)
         if check := checks.get(environment):
-            with at(prompt.place):
+            with at(prompt.place, key):
                 read_truth(check, prompt.ground_truth, environment)
     prompts = [prompt for prompt, environment in zip(prompts, environments) if not environment]
     if not prompts:
         return
     assert inputs.rewards is not None
     mixture = Mixture(inputs.rewards)
-    key = config.data.ground_truth_key or GROUND_TRUTH
     for prompt in prompts[rank::world]:
-        with at(prompt.place):
+        with at(prompt.place, key):
             try:
                 mixture.check_truth(prompt.ground_truth, prompt.data_source)
             except ValueError as error:
@@ -65,6 +65,16 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
             key,
             pool.name,
             _remedy(prompts[0]),
+        )
+    empty = [p for p in prompts if isinstance(p.ground_truth, str | list | dict) and not p.ground_truth]
+    if rank == 0 and empty:
+        log.warning(
+            "%d of %d rows that are scored have an empty %s, the first in %s: %s compares with nothing",
+            len(empty),
+            len(prompts),
+            key,
+            empty[0].place,
+            pool.name,
         )
     tried = [prompt for prompt in prompts if mixture.tries_truths(prompt.data_source)]
     tried = tried[:: -(-len(tried) // TRIED) or 1][rank::world]
@@ -97,12 +107,12 @@ def _check_beside(environment: str) -> Callable[..., Any] | None:
 
 
 @contextlib.contextmanager
-def at(place: str) -> Iterator[None]:
-    """Prefix a ValueError of the body with the place of its row."""
+def at(place: str, key: str = GROUND_TRUTH) -> Iterator[None]:
+    """Prefix a ValueError of the body with the place of its row. key: the data's name for ground truths."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{place}: {error}".replace(GROUND_TRUTH, key)) from error
 
 
 def arguments(prompt: Prompt, response: str | None) -> dict:

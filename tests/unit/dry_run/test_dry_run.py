@@ -389,6 +389,8 @@ class TestCommand:
 def test_a_plan_starts_from_another_layout_if_the_own_one_cannot_run(capsys):
     config = str(CONFIGS / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml")
     assert plan(["--gpus", "6", config, "training.tp=4"]) == 0
-    assert "training.tp=2 training.pp=1 rollout.tp=1" in capsys.readouterr().out
-    assert plan(["--gpus", "7", config]) == 2
-    assert "does not divide the world of 7 ranks" in capsys.readouterr().err
+    assert "training.tp=1 training.pp=1 rollout.tp=1" in capsys.readouterr().out
+    assert plan(["--gpus", "3", config, "training.tp=2"]) == 0
+    assert "training.tp=1 training.pp=3" in capsys.readouterr().out  # 7B needs its layers on three GPUs
+    assert plan(["--gpus", "1", config]) == 2
+    assert "nothing fits; with the first layout, training needs 174.6 GiB" in capsys.readouterr().out

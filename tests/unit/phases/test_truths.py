@@ -93,6 +93,17 @@ def test_rows_without_any_truth_give_one_warning(monkeypatch, caplog):
     assert len(caplog.records) == 1  # one message, and not two that contradict each other
 
 
+def test_empty_truths_are_named_with_the_datas_own_key(monkeypatch, caplog):
+    own = ["data.ground_truth_key=answer"]
+    with caplog.at_level(logging.WARNING):
+        check(monkeypatch, ["", "72", "", "x"], "rl.rewards.format:score", overrides=own)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert text.startswith("2 of 4 rows that are scored have an empty answer, the first in a.jsonl, row 1: ")
+    with pytest.raises(ValueError, match="^a.jsonl, row 1: answer='': it holds"):
+        check(monkeypatch, [""], "rl.rewards.exact:score", overrides=own)
+
+
 def test_the_truths_of_environments_are_their_own(monkeypatch):
     check(monkeypatch, [None], "rl.rewards.exact:score", overrides=["agents.environment=a.b:C"])
     gsm8k = "rl.features.agents.shipped.gsm8k:Gsm8k"
