@@ -68,7 +68,9 @@ def start_of(
     known: keyword arguments of `estimate`, the mean lengths and the shape of the model. Raises ConfigError,
     about the config's own layout, if that is invalid on so many GPUs and no other fits.
     """
-    one = dict.fromkeys(("training.tp", "training.pp", "training.cp", "training.ep", "rollout.tp"), 1)
+    one: dict[str, object] = dict.fromkeys(
+        ("training.tp", "training.pp", "training.cp", "training.ep", "rollout.tp"), 1
+    )
     try:
         return {}, estimate(config, gpus, hardware, plan=False, **known)
     except ConfigError as error:
