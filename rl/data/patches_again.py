@@ -1,6 +1,8 @@
 """Compares an image's patches with those of transformers, as trainer and engine get the same ones."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +21,9 @@ def check_patches(prompts: Sequence[Prompt], directory: str, max_pixels: int) ->
         return
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    limit: dict[str, Any] = {"max_pixels": max_pixels} if max_pixels else {}
-    processor = Qwen2VLImageProcessorPil.from_pretrained(directory, **limit)
+    keys: Any = json.loads(Path(directory, "preprocessor_config.json").read_text())
+    limit: Any = {"max_pixels": max_pixels} if max_pixels else {}
+    processor: Any = Qwen2VLImageProcessorPil.from_dict(keys, **limit)
     expected = processor(upright(image), return_tensors="np")
     grid, patches = tuple(expected["image_grid_thw"][0].tolist()), expected["pixel_values"]
     found = image.format.patches(image.pixels)

@@ -100,7 +100,7 @@ def correct(config: Any) -> None:
     if config.model_type in LONGER_WINDOWS and config.sliding_window:
         config.sliding_window += 1
     if config.model_type in BOUNDED_STEPS:
-        config.time_step_min = 0.0
+        config.time_step_min = 1e-30  # transformers takes its logarithm when it initialises weights
 
 
 @contextmanager

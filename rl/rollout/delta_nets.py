@@ -1,4 +1,4 @@
-"""Gated delta nets in the engine (Qwen3-Next): options of their caches, and their computation on the CPU.
+"""Gated delta nets in the engine (Qwen3-Next): their computation on the CPU.
 
 vLLM keeps two tensors per sequence and layer: the last inputs of the convolution and the recurrent state. Its
 CPU kernels accept only bfloat16; the function here computes what the trainer computes, in every dtype.
