@@ -31,6 +31,7 @@ from rl.config.schema import (
     learns_from_samples,
     needs_sampling_masks,
     uses_teacher,
+    whole_run,
 )
 from rl.config.sweep_checks import check_points
 from rl.config.teacher_checks import check_teacher
@@ -310,7 +311,8 @@ def warnings(config: Config) -> list[str]:
     if shared := [path for path in config.data.val if path in config.data.train]:
         found.append(f"{shared[0]} is in data.train and in data.val: validation measures training prompts.")
     checkpoint, validation = config.checkpoint, config.validation
-    if not config.data.val and validation.every not in (0, type(validation).every):
+    held_out = whole_run(config).data.val  # a check drops data.val
+    if not held_out and validation.every not in (0, type(validation).every):
         found.append(
             f"validation.every={validation.every} measures nothing, because data.val is empty; set it."
         )

@@ -294,6 +294,11 @@ def test_validation_without_held_out_data_is_a_warning():
     assert warning.startswith("validation.every=5 measures nothing, because data.val is empty")
 
 
+def test_a_check_of_a_run_that_validates_has_no_warning_of_empty_data():
+    files = ["model.path=toy", "data.train=train.jsonl", "data.val=test.jsonl", "validation.every=5"]
+    assert check(load_config(None, [*files, "run.mode=check"])) == []
+
+
 # resolve
 
 
