@@ -24,6 +24,7 @@ from rl.faults.lock import check_lock
 from rl.faults.watchdog import Watchdog
 from rl.phases.phases import Phases
 from rl.phases.policy_gradient import check_formulas
+from rl.phases.step_record import StepRecord
 from rl.run.changes import changes
 from rl.run.checkpoints import RunCheckpoints, find_checkpoint
 from rl.run.run_log import RunLog, complete_metrics
@@ -107,12 +108,13 @@ def take_steps(
     asked, code = None, 0
     if not is_finished:
         resumes = newest is not None
+        kind: type[TrainingLoop] = wing.door(config, "training") or TrainingLoop
+        kind.prepare(config, inputs, phases.step)
         log = RunLog(
             config, inputs, phases.step, status, last_step=last_step, metrics=metrics, resumes=resumes
         )
         if layers := phases.engines.policy.layers:
             phases.step.progress.line(f"training with {layers}")
-        kind: type[TrainingLoop] = wing.door(config, "training") or TrainingLoop
         training = kind(config, algorithm, inputs, phases, checkpoints, log, stop)
         asked = training.run(last_step, metrics)
         code = training.exit_code
@@ -148,6 +150,10 @@ class TrainingLoop:
 
     exit_code = 0
     """Exit code of a run that was not stopped."""
+
+    @classmethod
+    def prepare(cls, config: Config, inputs: Inputs, step: StepRecord) -> None:
+        """Prepare run.dir before the log opens its files. Collective over the world."""
 
     def __init__(
         self,

@@ -73,6 +73,14 @@ def test_a_start_continues_with_the_next_pass(trained):
     )
     [model] = json.loads(file.read_text())["checkpoints"]  # other settings begin again
     assert model["passes"].keys() == {"greedy"}
+    own, earlier = file.parent, file.parent.with_name("one-eval.1")
+    found = {
+        run: {name: [*stored_steps(run, VALIDATIONS[name])] for name in VALIDATIONS} for run in (own, earlier)
+    }
+    assert found == {own: {"greedy": [0], "sampled": []}, earlier: {"greedy": [2], "sampled": [2]}}
+    assert json.loads((earlier / file.name).read_text())["checkpoints"][0]["passes"] == again
+    assert [record[STEP] for record in records(earlier)] == [2]
+    assert load_config(str(earlier / "config.yaml")).validation.samples_per_prompt == 4
     own = validation(steps[0])
     assert {name: own[name] for name in model["passes"]["greedy"]} == model["passes"]["greedy"]
 

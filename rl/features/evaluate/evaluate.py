@@ -7,7 +7,8 @@ never: the model in `model.path`. A path: that checkpoint, or all checkpoints of
 
 All ranks and engines work. No optimizer and no gradient buffer is built. The results are in `<run.dir>-eval`:
 `evaluation.json`, `metrics.jsonl` with the step of each checkpoint, and the samples in `validation/`. After a
-stop or a kill the same command continues with the next pass.
+stop or a kill the same command continues with the next pass. An evaluation with other settings first moves
+the results of the earlier one to `<run.dir>-eval.1`.
 """
 
 import zlib
@@ -20,10 +21,13 @@ from rl.checkpoint.start import check_loaded
 from rl.checkpoint.store import CheckpointStore
 from rl.config.options import ConfigError
 from rl.config.schema import SUFFIXES, Config
+from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
-from rl.features.evaluate.results import FILE_NAME, CheckpointMetrics, Results, table
+from rl.features.evaluate.results import FILE_NAME, CheckpointMetrics, Results, set_aside, table
+from rl.phases.step_record import StepRecord
 from rl.run.loop import TrainingLoop
 from rl.run.validation import measure, passes
+from rl.run_directory.record import writing
 from rl.runtime.collectives import broadcast_object
 from rl.stopping.requests import StopDecision
 
@@ -32,6 +36,16 @@ VALIDATION = "val-core/", "val-aux/", "val/"
 
 class Evaluation(TrainingLoop):
     """Measures each checkpoint that the config names, in order, or the model if it names none."""
+
+    @classmethod
+    def prepare(cls, config: Config, inputs: Inputs, step: StepRecord) -> None:
+        """Move the results of another evaluation out of the directory. Collective over the world."""
+        with fail_together(), writing(config.run.dir):
+            if dist.get_rank() == 0:
+                step.fence()
+                if (place := set_aside(config, inputs.held_out, targets(config))) is not None:
+                    own = config.run.dir
+                    step.progress.line(f"{own} has an evaluation with other settings; moved it to {place}")
 
     def run(self, last_step: int, metrics: dict[str, float]) -> StopDecision | None:
         """Measure, write the results and print them; return the stop request that ended it, if any.
@@ -43,14 +57,13 @@ class Evaluation(TrainingLoop):
         self._phases.sampler.begin(self._cursor)
         with fail_together():
             self._results = Results(config, self._held_out) if leads else None
-            found = [(each.step, str(each.path)) for each in checkpoints(config)] if leads else []
-        measured = []
-        for number, path in broadcast_object(found) or [(0, "")]:
-            result = self._result(number, path)
+            found = [] if self._results is None else [self._results.of(each) for each in targets(config)]
+        measured = broadcast_object(found, types=[CheckpointMetrics])
+        for result in measured:
             missing = [name for name in passes(config) if name not in result.passes]
             if missing:
-                self._load(store, path)
-            step.begin(number)
+                self._load(store, result)
+            step.begin(result.step)
             for name in missing:
                 if (asked := self._stop.agree()).reason:
                     step.progress.line(f"stopped: {asked.reason}; the same command continues from here")
@@ -58,31 +71,20 @@ class Evaluation(TrainingLoop):
                 self._measure(name, result)
             step.metrics = step.metrics | result.metrics
             self._log.write_step()
-            measured.append(result)
         step.progress.line(f"{table(measured)}\nwrote {config.run.dir}/{FILE_NAME}")
         return None
 
-    def _result(self, number: int, path: str) -> CheckpointMetrics:
-        """Return what is measured of a checkpoint, or of the model (path ""), on every rank."""
-        passes, name = {}, path or self._config.model.path
-        crc32 = 0
-        with fail_together():
-            if self._results is not None:
-                crc32 = zlib.crc32(Path(path, MANIFEST).read_bytes()) if path else 0
-                passes = self._results.of(name, number, crc32).passes
-        return CheckpointMetrics(name, number, crc32, broadcast_object(passes))
-
-    def _load(self, store: CheckpointStore, path: str) -> None:
+    def _load(self, store: CheckpointStore, result: CheckpointMetrics) -> None:
         """Give the policy the weights of a checkpoint."""
         policy = self._phases.engines.policy
-        if not path:
+        if result.path == self._config.model.path:
             check_loaded("policy", policy)
             return
-        saved = store.named(path)
+        saved = store.named(result.path)
         self._phases.memory.to_training()
         store.load_weights(saved, {"policy": policy})
         policy.version += 1  # so that the engine takes them
-        self._phases.step.progress.line(f"evaluating {path}")
+        self._phases.step.progress.line(f"evaluating {result.path}")
 
     def _measure(self, name: str, result: CheckpointMetrics) -> None:
         """Measure one pass, and store its samples and metrics."""
@@ -97,8 +99,16 @@ class Evaluation(TrainingLoop):
             if self._results is not None:
                 self._log.flush()  # first the samples
                 phases.step.fence()
-                self._results.of(result.path, result.step, result.crc32).passes = result.passes
                 self._results.write()
+
+
+def targets(config: Config) -> list[CheckpointMetrics]:
+    """Return what is to be measured: the checkpoints, or the model if there is none. Not collective."""
+    found = [
+        CheckpointMetrics(str(each.path), each.step, zlib.crc32((each.path / MANIFEST).read_bytes()))
+        for each in checkpoints(config)
+    ]
+    return found or [CheckpointMetrics(config.model.path, 0, 0)]
 
 
 def checkpoints(config: Config) -> list[Saved]:

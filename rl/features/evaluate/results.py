@@ -1,9 +1,11 @@
 """`evaluation.json`: the validation metrics of checkpoints, written after each pass over the prompts."""
 
 import json
+import shutil
 import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 from rl.config.limits import WatchdogConfig
@@ -11,8 +13,21 @@ from rl.config.options import to_yaml
 from rl.config.schema import Config, Logging, Run
 from rl.data.prompts import Prompt
 from rl.run.changes import contents
+from rl.run_directory import metric_log
+from rl.run_directory.rollout_files import TOKENS_FILE, VALIDATIONS
+from rl.sandbox.private_directory import make_private
 
 FILE_NAME = "evaluation.json"
+MOVED = (
+    metric_log.FILE_NAME,
+    "config.yaml",
+    "environment.json",
+    "code",
+    TOKENS_FILE,
+    "validation",
+    FILE_NAME,
+)
+"""Files of an evaluation, in the order in which `set_aside` moves them. The last one says whose they are."""
 SHOWN = "val-core/", "val/"
 """Beginnings of the metrics in the printed table."""
 
@@ -35,33 +50,61 @@ class CheckpointMetrics:
 
 
 class Results:
-    """The file of one evaluation. For rank 0 only.
+    """The file of one evaluation, after `set_aside`. For rank 0 only.
 
     Passes that an earlier start with the same settings measured are kept.
     """
 
     def __init__(self, config: Config, prompts: Sequence[Prompt]):
-        self._path = Path(config.run.dir, FILE_NAME)
-        self._settings, self.found = settings(config, prompts), list[CheckpointMetrics]()
-        if self._path.is_file():
-            before = json.loads(self._path.read_text())
-            if before["settings"] == self._settings:
-                self.found = [CheckpointMetrics(**each) for each in before["checkpoints"]]
+        self._path, self._settings = Path(config.run.dir, FILE_NAME), settings(config, prompts)
+        before = json.loads(self._path.read_text())["checkpoints"] if self._path.is_file() else []
+        self._found = [CheckpointMetrics(**each) for each in before]
+        self.write()  # files that the first pass leaves if it is killed belong to these settings
 
-    def of(self, path: str, step: int, crc32: int) -> CheckpointMetrics:
-        """Return the passes that are measured of a checkpoint, in a result that `write` stores."""
-        result = next((each for each in self.found if (each.path, each.crc32) == (path, crc32)), None)
+    def of(self, checkpoint: CheckpointMetrics) -> CheckpointMetrics:
+        """Return the result of a checkpoint, with the passes measured before. `write` stores what it gets."""
+        result = next((each for each in self._found if each.step == checkpoint.step), None)
         if result is None:
-            self.found = [each for each in self.found if each.path != path]
-            self.found.append(result := CheckpointMetrics(path, step, crc32))
+            self._found.append(result := checkpoint)
+        result.path = checkpoint.path  # the earlier start may have named it in another way
         return result
 
     def write(self) -> None:
         """Write the file. Readers see the old content or the new."""
         new = self._path.with_name(self._path.name + ".partial")
-        table = {"settings": self._settings, "checkpoints": [asdict(each) for each in self.found]}
+        table = {
+            "settings": self._settings,
+            "checkpoints": [asdict(each) for each in self._found if each.passes],
+        }
         new.write_text(json.dumps(table, indent=2) + "\n")
         new.replace(self._path)
+
+
+def set_aside(
+    config: Config, prompts: Sequence[Prompt], checkpoints: Sequence[CheckpointMetrics]
+) -> Path | None:
+    """Move the results of another evaluation out of run.dir; return their new directory, None without any.
+
+    It is another one if its settings differ, or if it measured another checkpoint of the same step. Samples
+    of a pass that did not end are removed. Before the log opens its files; for rank 0 only.
+    """
+    directory, path = Path(config.run.dir), Path(config.run.dir, FILE_NAME)
+    before = json.loads(path.read_text()) if path.is_file() else {"settings": None, "checkpoints": []}
+    measured = {each["step"]: each["crc32"] for each in before["checkpoints"]}
+    is_same = all(measured.get(each.step, each.crc32) == each.crc32 for each in checkpoints)
+    if is_same and before["settings"] == settings(config, prompts):
+        return None
+    if not measured:
+        for name in VALIDATIONS.values():
+            shutil.rmtree(directory / name, ignore_errors=True)
+        return None
+    places = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
+    place = next(each for each in places if not each.exists())
+    make_private(place)
+    for name in MOVED:
+        if (directory / name).exists():
+            (directory / name).rename(place / name)
+    return place
 
 
 def settings(config: Config, prompts: Sequence[Prompt]) -> int:
