@@ -51,7 +51,7 @@ one."""
 RARE_TIMINGS = {"save_checkpoint": "save", "testing": "val"}
 """Timings of only some steps; they are at the end of the line."""
 
-RARE_COLUMNS = len(" | val 12.3 acc 0.123")
+RARE_COLUMNS = len(" | val 12.3 s acc 0.123")
 """Columns reserved for RARE_TIMINGS in every line, so that all lines of a run show the same timings."""
 
 
@@ -194,8 +194,11 @@ def keep_lines_up_to(path: Path, step: int | None) -> None:
 
 
 def accuracies(metrics: dict[str, float], variable: str = "acc") -> dict[str, float]:
-    """Return held-out means by data source: val-core/<data_source>/<variable>/mean@k with the smallest k."""
-    form = re.compile(rf"val-core/(.+)/{variable}/mean@(\d+)")
+    """Return held-out means by data source: val-core/<data_source>/<variable>/mean@k with the smallest k.
+
+    The score is under val-aux. The smallest k is that of the greedy responses, if there are any.
+    """
+    form = re.compile(rf"val-(?:core|aux)/(.+)/{variable}/mean@(\d+)")
     found = ((form.fullmatch(name), value) for name, value in metrics.items())
     largest_first = sorted(
         ((match[1], -int(match[2]), value) for match, value in found if match), key=lambda entry: entry[:2]
@@ -227,8 +230,7 @@ def step_line(step: int, max_steps: int, metrics: dict[str, float]) -> str:
         for name, value in metrics.items()
         if name.startswith("timing_s/")
     }
-    failed = accuracies(metrics, "failed")
-    tail = _rare_field(seconds, accuracies(metrics), failed, metrics.get("val/loss"))
+    tail = _rare_field(seconds, metrics)
     room = MAX_COLUMNS - len(head) - max(len(tail), RARE_COLUMNS)
     return (head + _seconds_field(seconds, room) + tail)[:MAX_COLUMNS]
 
@@ -248,21 +250,35 @@ def _seconds_field(seconds: dict[str, float], room: int) -> str:
     return field.removesuffix(":")
 
 
-def _rare_field(
-    seconds: dict[str, float], by_source: dict[str, float], failed: dict[str, float], loss: float | None
-) -> str:
-    """Return ' | val 12.3 loss 1.23 acc 0.412 (3% failed)'; several data sources are named."""
-    parts = [f"{label} {_seconds(seconds[name])}" for name, label in RARE_TIMINGS.items() if name in seconds]
-    if loss is not None:
+def _rare_field(seconds: dict[str, float], metrics: dict[str, float]) -> str:
+    """Return ' | val 12.3 s loss 1.23 acc 0.412 (3% failed) score 0.531'; several data sources are named.
+
+    Without a score if it is the accuracy itself, for example because the reward function returns no `acc`.
+    """
+    parts = [
+        f"{label} {_seconds(seconds[name]).strip()} s"
+        for name, label in RARE_TIMINGS.items()
+        if name in seconds
+    ]
+    if (loss := metrics.get("val/loss")) is not None:
         parts.append(f"loss {loss:.4g}")
-    if by_source:
-        values = (
-            (f"{value:.3f}" if len(by_source) == 1 else f"{source} {value:.3f}")
-            + (f" ({failed[source]:.0%} failed)" if failed.get(source) else "")
-            for source, value in by_source.items()
-        )
-        parts.append("acc " + " ".join(values))
+    accuracy, failed = accuracies(metrics), accuracies(metrics, "failed")
+    scores = accuracies(metrics, "score")
+    if accuracy:
+        notes = {source: f" ({share:.0%} failed)" for source, share in failed.items() if share}
+        parts.append(_by_source("acc", accuracy, notes))
+    if scores != accuracy and scores:
+        parts.append(_by_source("score", scores, {}))
     return " | " + " ".join(parts) if parts else ""
+
+
+def _by_source(label: str, values: dict[str, float], notes: dict[str, str]) -> str:
+    """Return 'acc 0.412', or 'acc gsm8k 0.412 math 0.2' for several data sources."""
+    parts = (
+        (f"{value:.3f}" if len(values) == 1 else f"{source} {value:.3f}") + notes.get(source, "")
+        for source, value in values.items()
+    )
+    return f"{label} {' '.join(parts)}"
 
 
 def _seconds(value: float) -> str:

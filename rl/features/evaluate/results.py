@@ -1,6 +1,7 @@
 """`evaluation.json`: the validation metrics of checkpoints, written after each pass over the prompts."""
 
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Sequence
@@ -28,8 +29,8 @@ MOVED = (
     FILE_NAME,
 )
 """Files of an evaluation, in the order in which `set_aside` moves them. The last one says whose they are."""
-SHOWN = "val-core/", "val/"
-"""Beginnings of the metrics in the printed table."""
+SHOWN = re.compile(r"val-core/.*|val/.*|val-aux/.*/score/mean@\d+")
+"""Metrics of the printed table."""
 
 
 @dataclass
@@ -117,8 +118,8 @@ def settings(config: Config, prompts: Sequence[Prompt]) -> int:
 
 
 def table(results: Sequence[CheckpointMetrics]) -> str:
-    """Return a table of the core metrics, with a column per checkpoint."""
-    names = dict.fromkeys(name for each in results for name in each.metrics if name.startswith(SHOWN))
+    """Return a table of the core metrics and the mean score, with a column per checkpoint."""
+    names = dict.fromkeys(name for each in results for name in each.metrics if SHOWN.fullmatch(name))
     rows = [["step", *(str(each.step) for each in results)]]
     for name in names:
         found = (each.metrics.get(name) for each in results)

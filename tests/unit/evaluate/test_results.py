@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl.config.schema import Config
-from rl.features.evaluate.results import CheckpointMetrics, Results, set_aside
+from rl.features.evaluate.results import CheckpointMetrics, Results, set_aside, table
 from tests.configs import config_with
 
 MEASURED = {"val-core/toy/acc/mean@1": 0.5}
@@ -86,3 +86,21 @@ def test_samples_of_a_pass_that_was_killed_are_not_those_of_another_evaluation(c
     measure(own, "sampled", found[0], None)
     place, *_ = start(config("data.val=own.jsonl"), (4, 7))
     assert place is None and files(Path(own.run.dir)) == ["evaluation.json"]
+
+
+def test_the_table_has_the_mean_score_beside_the_accuracy():
+    passes = {
+        "greedy": {
+            "val-core/x/acc/mean@1": 0.0,
+            "val-aux/x/score/mean@1": 0.5,
+            "val-aux/x/turns/mean@1": 2.0,
+        },
+        "sampled": {"val-core/x/acc/best@4/mean": 0.25, "val-aux/x/score/std@4": 0.1},
+    }
+    result = CheckpointMetrics("step_000002", 2, 7, passes)
+    assert [line.split() for line in table([result]).splitlines()] == [
+        ["step", "2"],
+        ["val-core/x/acc/mean@1", "0.0000"],
+        ["val-aux/x/score/mean@1", "0.5000"],
+        ["val-core/x/acc/best@4/mean", "0.2500"],
+    ]

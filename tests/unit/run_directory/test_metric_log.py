@@ -146,7 +146,7 @@ def test_accuracies_by_data_source():
             7,
             FULL | {"val-core/gsm8k/acc/mean@1": 0.4123, "timing_s/testing": 123.4},
             "step  7/50 | reward  0.531 len   213 tok/s  5235 grad    0.12 loss -0.00123 |  45.6 s: gen 12.3 "
-            "train 30.1 logp  2.0 refit  1.2 score  0.1 adv  0.0 | val  123 acc 0.412",
+            "train 30.1 logp  2.0 refit  1.2 score  0.1 adv  0.0 | val 123 s acc 0.412",
         ),
         (0, {"val-core/x/acc/mean@1": 0.25}, "step  0/50 | acc 0.250"),
         (3, {"sft/loss": 2.345678, "timing_s/step": 1.5}, "step  3/50 | loss     2.35 |   1.5 s"),
@@ -161,6 +161,18 @@ def test_accuracies_by_data_source():
             {"val-core/x/acc/mean@1": 0.141, "val-core/x/failed/mean@1": 0.859},
             "step  1/50 | acc 0.141 (86% failed)",
         ),
+        (
+            1,
+            {
+                "timing_s/save_checkpoint": 0.2,
+                "timing_s/testing": 0.1,
+                "val-core/x/acc/mean@1": 0.0,
+                "val-aux/x/score/mean@1": 0.6123,
+                "val-aux/x/score/mean@4": 0.7,
+            },
+            "step  1/50 | save 0.2 s val 0.1 s acc 0.000 score 0.612",
+        ),
+        (1, {"val-core/x/acc/mean@1": 0.5, "val-aux/x/score/mean@1": 0.5}, "step  1/50 | acc 0.500"),
     ],
 )
 def test_step_line_shows_what_a_step_has(step, metrics, line):
