@@ -11,7 +11,8 @@
 #
 # An archive is named after a hash of its directory's names, sizes and times, so it is built once. A node that has a copy keeps it.
 # Archives and copies that no job has used for two weeks are removed. What cannot be copied, for example to a full disk, the ranks
-# read where it is.
+# read where it is. Symbolic links are followed, for example those of a snapshot of Hugging Face's to its files outside, but kept
+# in an environment.
 
 archives=${LOCKSTEP_STAGE_ARCHIVES:-$HOME/.cache/lockstep/stage}
 node_copies=${LOCKSTEP_NODE_DISK:-/tmp}/lockstep-stage-$(id -u)
@@ -30,10 +31,10 @@ unpack='set -eu; umask 077; trap '\''rm -rf "$1/$4" "$1/$4.new"'\'' EXIT
     rm -rf "$1/$4.new"; mkdir "$1/$4.new"; tar -C "$1/$4.new" -xf "$1/$4"
     rm -rf "${1:?}/$2"; mv -T "$1/$4.new" "$1/$2"'
 
-# Set mark and count to the hash and the number of files of file or directory $1.
+# Set mark and count to the hash and the number of files of file or directory $1. Fails if links form a loop, or it is not readable.
 look_at() {
     local listing
-    listing=$(find "$1" -printf '%P %s %T@ %l\n' | LC_ALL=C sort)
+    listing=$(set -o pipefail && find "${links[@]}" "$1" -printf '%P %s %T@ %l\n' | LC_ALL=C sort) || return
     mark=$(sha256sum <<<"$listing" | cut -c 1-16) count=$(wc -l <<<"$listing")
 }
 
@@ -43,7 +44,7 @@ build_archive() {
     archive=$archives/$mark.tar
     if [ -f "$archive" ]; then touch "$archive" && return; fi
     partial=$(mktemp "$archives/.partial.XXXXXX") || return
-    tar -C "$(dirname "$1")" -cf "$partial" "$(basename "$1")" && sync "$partial" && look_at "$1" &&
+    tar ${links:+--dereference} -C "$(dirname "$1")" -cf "$partial" "$(basename "$1")" && sync "$partial" && look_at "$1" &&
         [ "$mark" = "$seen" ] && mv "$partial" "$archive" && return
     rm -f "$partial"
     return 1
@@ -62,7 +63,7 @@ copy_to_nodes() {
 
 # Copy word $1 of LOCKSTEP_STAGE.
 stage() {
-    local source=${1#*=} mark count archive copy
+    local source=${1#*=} mark count archive copy links=(-L) # find and tar then follow links
     if [[ $1 != *=* || ! -e $source ]]; then
         say "LOCKSTEP_STAGE has '$1', but must have words KEY=PATH with files or directories that exist" >&2
         exit 2
@@ -71,13 +72,12 @@ stage() {
         say "LOCKSTEP_STAGE has an environment, but a container brings its own; leave it out" >&2
         exit 2
     fi
+    if [[ $1 == environment=* ]]; then links=(); fi
     source=$(realpath "$source")
-    look_at "$source"
-    if [[ $1 == environment=* && ! -f $archives/$mark.tar ]]; then
+    if look_at "$source" && [[ $1 == environment=* && ! -f $archives/$mark.tar ]]; then
         "$source/bin/python" -m compileall -q "$source/lib" >/dev/null 2>&1 || true # a file of a package may be no valid Python
-        look_at "$source"
     fi
-    if ! copy_to_nodes "$source"; then
+    if ! look_at "$source" || ! copy_to_nodes "$source"; then
         say "not staged, because of the error above or a change meanwhile: the ranks read $source" >&2
         return
     fi

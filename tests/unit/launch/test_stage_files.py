@@ -81,6 +81,24 @@ def test_a_copy_is_made_once_and_again_after_a_change(node):
     assert len(node.copies) == 4
 
 
+def test_the_copy_has_the_files_outside_to_which_links_lead(node):
+    """As in a snapshot of Hugging Face's cache."""
+    blob = node.directory / "shared disk" / "blobs" / "abc"
+    blob.parent.mkdir()
+    blob.write_text("2" * 5000)
+    (node.model / "linked").symlink_to("../blobs/abc")
+    place = Path(node.stage()[0][1].removeprefix("model.path="))
+    blob.rename(node.directory / "away")
+    assert (place / "linked").read_text() == "2" * 5000
+    (node.directory / "away").rename(blob)
+    assert Path(node.stage()[0][1].removeprefix("model.path=")) == place and node.sent == 1
+    blob.write_text("3" * 5000)
+    assert Path(node.stage()[0][1].removeprefix("model.path=")) != place
+    (node.model / "loop").symlink_to(".")
+    overrides, errors = node.stage()
+    assert overrides == ["PYTHON="] and "loop" in errors and f"the ranks read {node.model}" in errors
+
+
 def test_a_damaged_copy_is_replaced(node):
     _, model = node.stage()[0]
     weights = Path(model.removeprefix("model.path="), "sub", "weights")
