@@ -2,7 +2,7 @@
 
     lockstep compare runs/a runs/b
     lockstep compare runs/a-1,runs/a-2,runs/a-3 runs/b-1,runs/b-2,runs/b-3 --margin 0.01
-    lockstep compare runs/a-eval runs/b-eval
+    lockstep compare runs/a-eval runs/b-eval --metric score
 
 A and B are a run directory each, or several seeds separated by commas. They may be runs, whose validations
 are stored unless logging.rollouts=none, or evaluations (run.mode=evaluate). The answers are about the last
@@ -25,10 +25,10 @@ from rl.config.command_line import make_parser
 from rl.run_directory.rollout_files import VALIDATIONS, stored_steps
 from tools.comparison.paired import ALPHA, compare
 from tools.comparison.parting import parting
-from tools.comparison.values import PromptValues, prompt_values
+from tools.comparison.values import SCORE, PromptValues, prompt_values
 
 MARGIN = 0.02
-"""Smallest difference of accuracy that matters, unless --margin says otherwise."""
+"""Smallest difference that matters, unless --margin says otherwise."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,17 +37,22 @@ def main(argv: list[str] | None = None) -> int:
     add("a", metavar="A", help="run directory, or those of several seeds separated by commas")
     add("b", metavar="B", help="the other run, or its seeds")
     add("--margin", type=float, default=MARGIN, help=f"smallest difference that matters ({MARGIN})")
+    add(
+        "--metric", default="acc", metavar="NAME", help="acc (default), score or another number of the reward"
+    )
     add("--parting", action="store_true", help="say where the training of A and B parts instead")
     args = parser.parse_args(argv)
+    arms = [[Path(name) for name in text.split(",")] for text in (args.a, args.b)]
+    if both := {run.resolve() for run in arms[0]} & {run.resolve() for run in arms[1]}:
+        raise ValueError(f"A and B both name {both.pop()}; name two different runs.")
     if args.parting:
         print("\n".join(parting(Path(args.a), Path(args.b))))
         return 0
-    arms = [[Path(name) for name in text.split(",")] for text in (args.a, args.b)]
-    print("\n".join(answers(arms, margin=args.margin)))
+    print("\n".join(answers(arms, margin=args.margin, metric=args.metric)))
     return 0
 
 
-def answers(arms: Sequence[Sequence[Path]], *, margin: float) -> list[str]:
+def answers(arms: Sequence[Sequence[Path]], *, margin: float, metric: str) -> list[str]:
     """Return the lines of the answer. Raises ValueError if the runs share no validation."""
     if min(len(arm) for arm in arms) == 1:
         scope = "one seed of A or B: the answer is about these runs, not about another seed of their configs"
@@ -61,8 +66,8 @@ def answers(arms: Sequence[Sequence[Path]], *, margin: float) -> list[str]:
     for name, directory in VALIDATIONS.items():
         files = {run: stored_steps(run, directory) for run in runs}
         if steps := sorted(set.intersection(*(set(found) for found in files.values()))):
-            values = {run: {step: prompt_values(files[run][step]) for step in steps} for run in runs}
-            lines += _of_pass(name, arms, values, steps, margin)
+            values = {run: {step: prompt_values(files[run][step], metric) for step in steps} for run in runs}
+            lines += _of_pass(name, arms, values, steps, margin, metric)
     if len(lines) == 1:
         names = ", ".join(map(str, runs))
         raise ValueError(
@@ -78,6 +83,7 @@ def _of_pass(
     values: Mapping[Path, Mapping[int, PromptValues]],
     steps: Sequence[int],
     margin: float,
+    metric: str,
 ) -> list[str]:
     """Return the lines about the greedy or the sampled responses."""
     tables = [table for found in values.values() for table in found.values()]
@@ -99,6 +105,13 @@ def _of_pass(
             parts[f"mean of the curve, {len(steps)} steps"] = steps
         for part, chosen in parts.items():
             own, other = (_table(arm, values, chosen, keys) for arm in arms)
+            if np.ptp(own) == np.ptp(other) == 0 and own[0, 0] == other[0, 0]:
+                advice = "" if metric == SCORE else f"; try --metric {SCORE}"
+                lines.append(
+                    f"{label}, {part}: {metric} is {own[0, 0]:g} in all samples of A and B, so it tells "
+                    f"nothing{advice}"
+                )
+                continue
             verdict = compare(own, other, margin=margin)
             means = f"A {own.mean():.4f}, B {other.mean():.4f}"
             lines.append(f"{label}, {part}: {means}: {verdict.text}")

@@ -15,16 +15,17 @@ SHIFT = 0.06
 """Planted difference of accuracy."""
 
 
-def store(run, accuracies, *, step=4, source="math"):
+def store(run, accuracies, *, step=4, source="math", scores=0.0):
     directory = run / VALIDATIONS["greedy"]
     directory.mkdir(parents=True, exist_ok=True)
+    scores = np.broadcast_to(scores, len(accuracies))
     rows = [
         {
             "data_source": source,
             "prompt_index": index,
             "prompt": f"question {index}",
-            "score": 0.0,
-            "score_details": json.dumps({"acc": float(value)}),
+            "score": float(scores[index]),
+            "score_details": json.dumps({"acc": float(value), "pred": "7"}),
         }
         for index, value in enumerate(accuracies)
     ]
@@ -63,6 +64,28 @@ def test_the_answer_says_better_none_or_what_is_needed(tmp_path, capsys):
     (tmp_path / "absent").mkdir()
     with pytest.raises(ValueError, match="no stored validation of a step in common"):
         main([str(tmp_path / "a"), str(tmp_path / "absent")])
+
+
+def test_a_metric_that_is_constant_tells_nothing(tmp_path, capsys):
+    scores = np.random.default_rng(1).random(100)
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    store(tmp_path / "a", np.zeros(100), scores=scores)
+    store(tmp_path / "b", np.zeros(100), scores=scores + 0.5)
+    main([a, b])
+    found = capsys.readouterr().out
+    assert "acc is 0 in all samples of A and B, so it tells nothing; try --metric score" in found
+    assert "difference" not in found
+    main([a, b, "--metric", "score"])
+    assert "B is better by 0.5000" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--metric pred: .*; use one of acc, score."):
+        main([a, b, "--metric", "pred"])
+
+
+@pytest.mark.parametrize("more", [[], ["--parting"]])
+def test_a_run_is_not_compared_with_itself(tmp_path, more):
+    store(tmp_path / "a", np.ones(2))
+    with pytest.raises(ValueError, match="A and B both name .*; name two different runs."):
+        main([str(tmp_path / "a"), f"{tmp_path}/../{tmp_path.name}/a", *more])
 
 
 def store_step(run, change=lambda row: None, *, lr=1.0, norm=0.5):
