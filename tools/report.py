@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rl.config.command_line import make_parser
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records
+from rl.run_directory.status import why_no_step
 from tools.recipes import Expected, read_recipe
 from tools.report_page.write import write_page
 
@@ -96,11 +97,13 @@ def read_run(run_dir: Path) -> list[dict]:
     path = run_dir / FILE_NAME
     if not run_dir.is_dir():
         raise ValueError(f"there is no directory {run_dir}.")
+    why = why_no_step(run_dir)
     if not path.is_file():
-        raise ValueError(f"{run_dir} holds no {FILE_NAME}: it is not a run directory, or no step has ended.")
+        why = why or "it is not a run directory, or no step has ended"
+        raise ValueError(f"{run_dir} holds no {FILE_NAME}: {why}.")
     records = read_records(path)
     if not records:
-        raise ValueError(f"{path} holds no record yet.")
+        raise ValueError(f"{path} holds no record yet: {why or 'no step has ended'}.")
     return records
 
 

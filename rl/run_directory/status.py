@@ -35,6 +35,19 @@ def read_object(path: Path) -> dict:
     return found if isinstance(found, dict) else {}
 
 
+def why_no_step(run_dir: Path) -> str:
+    """Return why no step of a run has ended and what to do, or "" if status.json does not tell."""
+    status = read_object(run_dir / FILE_NAME)
+    if status.get("step"):
+        return ""
+    reason = " ".join(str(status.get("reason", "")).split()).removesuffix(".")
+    return {
+        "failed": f"the run failed: {reason}. Correct this, and start it again",
+        "stopped": f"the run was stopped: {reason}. The same command continues it",
+        "running": f"no step has ended yet; lockstep watch {run_dir} follows the run",
+    }.get(status.get("state", ""), "")
+
+
 class Status:
     """The status of one start of a run. A change is on disk when the call returns. Thread-safe.
 

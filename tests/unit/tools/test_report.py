@@ -123,6 +123,25 @@ def test_error_is_one_sentence(tmp_path, make, message):
     assert message in error and error.endswith(".") and "\n" not in error
 
 
+@pytest.mark.parametrize(
+    "state, words",
+    [
+        ("failed", "run failed: training.tp=3 is wrong; use 2. Correct this, and start it again."),
+        ("stopped", "run was stopped: training.tp=3 is wrong; use 2. The same command continues it."),
+        ("running", "no step has ended yet; lockstep watch "),
+    ],
+)
+def test_a_run_without_steps_names_the_reason(tmp_path, state, words):
+    run_dir = write_run(tmp_path / "run", [])
+    status = {"state": state, "step": 0, "reason": "training.tp=3 is wrong; use 2."}
+    (run_dir / "status.json").write_text(json.dumps(status))
+    for message in ("holds no record yet: ", "holds no metrics.jsonl: "):
+        with pytest.raises(SystemExit) as stopped:
+            report.main([str(run_dir)])
+        assert message in stopped.value.code and words in stopped.value.code
+        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+
+
 def test_a_run_is_compared_with_its_expected_curve(grpo, tmp_path, capsys):
     recipe = tmp_path / "own.yaml"
     recipe.write_text(
