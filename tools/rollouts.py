@@ -3,6 +3,7 @@
     lockstep samples runs/grpo                                   statistics of each step
     lockstep samples runs/grpo --step 10:20 --score :0 --show 3  texts of three wrong samples
     lockstep samples runs/grpo --step 10 --sample 0 --show 3     one answer to each of three prompts
+    lockstep samples runs/grpo --score 0 --sort length --reverse --show 1   the longest wrong sample
     lockstep samples runs/grpo --text 'boxed' --length 500: --table
     lockstep samples runs/grpo --source openai/gsm8k --export gsm8k.jsonl
 
@@ -19,12 +20,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 # As a script, Python searches only tools/ for modules.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
 from rl.run_directory.bad_entries import read_each
-from rl.run_directory.rollout_files import read, stored_steps
+from rl.run_directory.record import config_of_step
+from rl.run_directory.rollout_files import SAMPLED_GROUPS, read, stored_steps
+from rl.run_directory.status import why_no_step
 from tools.report import aligned
 
 if TYPE_CHECKING:
@@ -47,22 +52,35 @@ def main(argv: list[str] | None = None) -> int:
     add("--source", metavar="NAME", help="data_source of this name")
     add("--text", metavar="REGEX", help="prompt, response or a message matches the regular expression (RE2)")
     add("--truncated", action="store_true", help="responses that ended at the length limit")
+    add("--sort", choices=("length", "score"), help="all samples in this order, smallest first")
+    add("--reverse", action="store_true", help="with --sort: largest first")
     add("--table", action="store_true", help="a line per sample")
     add("--show", metavar="N", type=int, default=0, help="texts of the first N samples")
     add("--export", metavar="FILE", type=Path, help="write the samples (.parquet, .jsonl or .csv)")
     args = parser.parse_args(argv)
+    if args.reverse and not args.sort:
+        parser.error("--reverse needs --sort")
+    is_table = args.table or bool(args.sort)
+    needed = (
+        None if args.export or args.show else [*PLACE, *(("ground_truth", "response") if is_table else ())]
+    )
     try:
         files = stored_steps(args.run_dir)
         if not files:
-            raise ValueError(f"{args.run_dir} holds no rollouts; run with logging.rollouts=sample or all.")
+            why = why_no_step(args.run_dir) or "run with logging.rollouts=sample or all"
+            raise ValueError(f"{args.run_dir} holds no rollouts; {why}.")
+        print_share(args.run_dir, max(files))
+        tables = select(files, args, needed)
+        if args.sort:
+            tables = ordered(tables, args.sort, is_descending=args.reverse)
         if args.export:
-            print(f"{export(select(files, args), args.export)} samples: {args.export}")
+            print(f"{export(tables, args.export)} samples: {args.export}")
         elif args.show:
-            show(select(files, args), args.show)
-        elif args.table:
-            print_table(select(files, args, [*PLACE, "ground_truth", "response"]))
+            show(tables, args.show)
+        elif is_table:
+            print_table(tables)
         else:
-            print_statistics(select(files, args, list(PLACE)))
+            print_statistics(tables)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     return 0
@@ -74,6 +92,31 @@ def bounds(text: str) -> tuple[float, float]:
     low, colon, high = text.partition(":")
     first = float(low) if low else -math.inf
     return first, (float(high) if high else math.inf) if colon else first
+
+
+def print_share(run_dir: Path, step: int) -> None:
+    """Print how many samples of a step are stored, unless the run's config says that all are."""
+    configs = [path for path in [run_dir / "config.yaml"] if path.is_file()]
+    for share in read_each(configs, lambda _: _share(run_dir, step)).values():
+        print(share, end="")
+
+
+def _share(run_dir: Path, step: int) -> str:
+    config = yaml.safe_load(config_of_step(run_dir, step).read_text())
+    if config.get("logging", {}).get("rollouts") != "sample":
+        return ""
+    prompts, samples = config["data"]["prompts_per_step"], config["rollout"]["samples_per_prompt"]
+    stored = f"{SAMPLED_GROUPS * samples} of {prompts * samples} samples"
+    text = f"{stored} of each step are stored (logging.rollouts=sample)\n"
+    return text if prompts > SAMPLED_GROUPS else ""
+
+
+def ordered(tables: Iterator["pa.Table"], key: str, *, is_descending: bool) -> Iterator["pa.Table"]:
+    """Yield the rows of all tables as one table, sorted by a column."""
+    import pyarrow as pa
+
+    if found := list(tables):
+        yield pa.concat_tables(found).sort_by([(key, "descending" if is_descending else "ascending")])
 
 
 def select(

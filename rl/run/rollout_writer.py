@@ -16,10 +16,8 @@ from rl.data.batch import COLUMNS, Batch
 from rl.data.prompts import Prompt
 from rl.data.special_tokens import decode_responses
 from rl.rollout.samples import SOURCES
-from rl.run_directory.rollout_files import VALIDATIONS, RolloutLog
+from rl.run_directory.rollout_files import SAMPLED_GROUPS, VALIDATIONS, RolloutLog
 
-SAMPLED_GROUPS = 4
-"""Number of groups per step that `logging.rollouts=sample` stores."""
 STORED = {name: column for name, column in COLUMNS.items() if column.stored}
 """Columns of the batch that are stored."""
 FILE_COLUMNS = {

@@ -26,6 +26,8 @@ DIRECTORY = "rollouts"
 VALIDATIONS = {name: f"validation/{name}" for name in ("greedy", "sampled")}
 """Pass of a validation (`rl.run.validation`) -> directory of its samples."""
 DIRECTORIES = (DIRECTORY, *VALIDATIONS.values())
+SAMPLED_GROUPS = 4
+"""Number of groups per step that `logging.rollouts=sample` stores."""
 TOKENS_FILE = "tokens.json"
 GIVEN_BY = ("tool", "user", "environment")
 """Sources of tokens with the entries 0, -1 and -2 in `turns` (`rl.rollout.samples.SOURCES`)."""

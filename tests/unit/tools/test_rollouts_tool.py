@@ -54,6 +54,42 @@ def test_statistics_tables_and_texts(run, capsys):
     assert text.count("step=3") == 1 and "--- tool\n" in text and "two and four, 0?" not in text
 
 
+def test_the_samples_of_all_steps_are_sorted(run, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    for key in ("length", "score"):
+        expected = sorted(row[key] for row in rows_of(run))
+        rollouts.main([str(run), "--sort", key, "--export", str(out)])
+        assert [json.loads(line)[key] for line in out.read_text().splitlines()] == expected
+    capsys.readouterr()
+    longest = max(row["length"] for row in rows_of(run) if row["score"] < 0.5)
+    rollouts.main([str(run), "--score", ":0.49", "--sort", "length", "--reverse", "--show", "1"])
+    text = capsys.readouterr().out
+    assert f"length={longest} " in text and text.count("step=") == 1
+    rollouts.main([str(run), "--sort", "length", "--reverse"])
+    assert len(capsys.readouterr().out.splitlines()) == 19
+
+
+@pytest.mark.parametrize(
+    "kind, prompts, said", [("sample", 32, True), ("sample", 4, False), ("all", 32, False)]
+)
+def test_the_share_of_stored_samples_is_printed(run, capsys, kind, prompts, said):
+    keys = {"logging": {"rollouts": kind}, "data": {"prompts_per_step": prompts}}
+    (run / "config.yaml").write_text(json.dumps(keys | {"rollout": {"samples_per_prompt": 4}}))
+    rollouts.main([str(run)])
+    line = "16 of 128 samples of each step are stored (logging.rollouts=sample)"
+    assert (capsys.readouterr().out.splitlines()[0] == line) == said
+
+
+def test_a_run_without_rollouts_names_the_reason_of_its_end(tmp_path):
+    status = {"state": "failed", "step": 0, "reason": "RewardError: no answer\nin row 3."}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    with pytest.raises(SystemExit, match="the run failed: RewardError: no answer in row 3. Correct this"):
+        rollouts.main([str(tmp_path)])
+    (tmp_path / "status.json").write_text(json.dumps(status | {"step": 3}))
+    with pytest.raises(SystemExit, match="logging.rollouts=sample or all"):
+        rollouts.main([str(tmp_path)])
+
+
 def test_a_run_without_rollouts_names_the_key(tmp_path):
     with pytest.raises(SystemExit, match="logging.rollouts=sample or all"):
         rollouts.main([str(tmp_path)])
