@@ -132,8 +132,8 @@ def decide(plan: Plan, view: QueueView) -> Decision:
     doublings = min(view.refusals + (view.refusals > 0), MOST_PAUSE)
     if view.steps_left <= 0 or view.silent_s < plan.turn_s * 2**doublings:
         return [], None
-    held = [job for job in view.jobs if job.is_held]
-    jobs = [job for job in view.jobs if not job.is_held]
+    held = [job for job in view.jobs if not job.started and not _will_train(plan, job)]
+    jobs = [job for job in view.jobs if job not in held]
     waiting = sorted((job for job in jobs if not job.started), key=lambda job: job.nodes)
     running = _newest(jobs)
     gone = waiting[:1] if len(jobs) >= plan.limits.jobs else []  # makes room for a job in a hole
@@ -162,6 +162,11 @@ def is_spent(plan: Plan, view: QueueView) -> bool:
     return not view.jobs and not _affordable(plan, view, _requests(plan, view), [])
 
 
+def is_followed(plan: Plan, jobs: Sequence[QueuedJob]) -> bool:
+    """Return whether one of the jobs trains, or will."""
+    return any(_will_train(plan, job) for job in jobs)
+
+
 def takes_over(plan: Plan, view: QueueView, job: QueuedJob) -> bool:
     """Return whether a job that has just started is to train instead of the jobs that started before it."""
     trainer = _newest([other for other in view.jobs if other.order < job.order])
@@ -172,6 +177,13 @@ def takes_over(plan: Plan, view: QueueView, job: QueuedJob) -> bool:
 def size_of(plan: Plan, nodes: int) -> Size:
     """Return the size with these nodes, or the closest one: an earlier plan may have had other sizes."""
     return min(plan.sizes, key=lambda size: abs(size.nodes - nodes))
+
+
+def _will_train(plan: Plan, job: QueuedJob) -> bool:
+    """Return whether a job trains, or waits in a state and with a size in which it will."""
+    if job.started:
+        return job.has_ranks and not job.is_ending
+    return not job.is_held and job.nodes in {size.nodes for size in plan.sizes}
 
 
 def _newest(jobs: Sequence[QueuedJob]) -> QueuedJob | None:

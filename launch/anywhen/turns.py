@@ -8,6 +8,7 @@ DIR is `<run.dir>/anywhen`, S the seconds since the job's start. Nothing is requ
 answer, or answers what cannot be, because a request without a view of the queue could double a job.
 """
 
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from launch.anywhen.decision import (
     QueuedJob,
     QueueView,
     decide,
+    is_followed,
     is_spent,
     size_of,
     takes_over,
@@ -49,8 +51,9 @@ POLL_S = 5.0
 """Seconds between two looks at the queue while a new job waits."""
 SIGNAL_S = 20.0
 """Seconds between two signals to a job that is to stop."""
-LAST_TURNS = 5
-"""Number of turns for which an ended job that has no successor stays to request one."""
+LAST_TURNS = 6
+"""Number of turns for which an ended job that has no successor stays to request one. The pause before such a
+request is at most four turns."""
 PASSING = (ValueError, OSError, KeyError)
 """Errors of Slurm, of its output and of the disk, after which the next turn tries again."""
 
@@ -71,8 +74,8 @@ def turn(directory: Path, *, own: str = "", ends: bool = False) -> str:
     return ""
 
 
-def view(directory: Path, plan: Plan, *, own: str = "", ends: bool = False) -> QueueView:
-    """Return the queue and the progress of the run, as `turn` sees them.
+def view(directory: Path, plan: Plan, *, own: str = "", ends: bool = False, holes: bool = True) -> QueueView:
+    """Return the queue and the progress of the run, as `turn` sees them; without holes, no node is idle.
 
     If somebody cancelled a job of the run, the file `stop` is written.
     """
@@ -91,12 +94,12 @@ def view(directory: Path, plan: Plan, *, own: str = "", ends: bool = False) -> Q
     return QueueView(
         now,
         queued,
-        queue.idle_nodes(plan),
+        queue.idle_nodes(plan) if holes else {},
         lambda ask: queue.accepts(plan, ask),
         max(1, plan.max_steps - checkpoint_step(directory)),  # the run is not over, so that it needs a job
         sum(job.spent_node_s for job in jobs if job.number not in here),
         abs(now - jobs[-1].asked["time"]) if jobs else float("inf"),  # a clock may have been ahead
-        refused,
+        min(refused, 1) if ends else refused,
     )
 
 
@@ -130,9 +133,10 @@ def _stop(directory: Path, why: str) -> None:
 
 def follow(directory: Path, turns: int | None = None, own: str = "") -> str:
     """Take a turn per minute until the run is over, or so many turns; return why it is over, or ''."""
-    taken, turn_s = 0, load(directory).turn_s
+    taken, turn_s = 0, Plan.turn_s
     while True:
         try:
+            turn_s = load(directory).turn_s
             if over := turn(directory, own=own):
                 return over
         except PASSING as error:
@@ -145,21 +149,23 @@ def follow(directory: Path, turns: int | None = None, own: str = "") -> str:
 def start_job(directory: Path, number: int, seconds: int) -> int:
     """Wait until no other job of the run has ranks, then print the layout, one override per line.
 
-    Returns LEAVES if the run is over, or if the job that trains gets further than this one.
+    Returns LEAVES if the run is over, if the job that trains gets further than this one, or if the wait takes
+    too long. If then no job trains or waits, this one requests another before it leaves.
     """
     own, signalled, began = os.environ["SLURM_JOB_ID"], 0.0, time.monotonic()
-    note(directory, number, "begun", step=checkpoint_step(directory))
+    noted = False
     while time.monotonic() < began + LONGEST_WAIT_S:
         try:
+            noted = noted or note(directory, number, "begun", step=checkpoint_step(directory)) or True
             plan = load(directory)
-            now = view(directory, plan, own=own)
+            now = view(directory, plan, own=own, holes=False)
             mine = next(job for job in now.jobs if job.id == own)
-            before = [job for job in now.jobs if job.started and job.order < mine.order]
-            training = [job.id for job in before if job.has_ranks and not job.is_ending]
+            before = [job for job in now.jobs if job.started and job.has_ranks and job.order < mine.order]
+            training = [job.id for job in before if not job.is_ending]
             size = size_of(plan, mine.nodes)
             if is_over(directory, plan) or size.nodes != mine.nodes:
                 break
-            if not training and not any(job.is_ending for job in before):
+            if not before:
                 print("\n".join(size.overrides))
                 return 0
             if not signalled and not takes_over(plan, now, mine):
@@ -170,38 +176,58 @@ def start_job(directory: Path, number: int, seconds: int) -> int:
         except PASSING as error:
             _report(error)
         time.sleep(POLL_S)
-    note(directory, number, "ended", code=LEAVES, seconds=seconds + time.monotonic() - began)
+    _leave(directory, number, began - seconds, LEAVES)
     return LEAVES
 
 
 def end_job(directory: Path, number: int, seconds: int, code: int) -> int:
     """Note the end of a job's ranks. Without a successor, stay for some turns and request one."""
-    own, began, plan = os.environ["SLURM_JOB_ID"], time.monotonic(), load(directory)
-    begun = next(job.begun for job in records(directory) if job.number == number)
-    note(
-        directory, number, "ended", code=code, seconds=seconds, step_s=_step_seconds(directory, begun["time"])
-    )
-    if has_failed(directory):
-        _stop(directory, f"the ranks of {MAX_FAILURES} jobs failed without a newer checkpoint")
+    _leave(directory, number, time.monotonic() - seconds, code)
+    return 0
 
-    def follows() -> bool:
-        """Return whether a successor is in the queue, or Slurm ends this job, as after scancel."""
-        return any(job.is_ending if job.id == own else not job.is_held for job in queue.jobs_of(plan)[0])
 
-    for _ in range(LAST_TURNS):
+def _leave(directory: Path, number: int, began: float, code: int) -> None:
+    """Request a successor if the run needs a job, none trains or waits, and nobody cancelled this one."""
+    own, turn_s = os.environ["SLURM_JOB_ID"], Plan.turn_s
+
+    def is_needed() -> bool:
+        now = view(directory, plan, own=own, ends=True, holes=False)
+        return not is_followed(plan, now.jobs)
+
+    for taken in range(LAST_TURNS):
+        if taken:
+            time.sleep(turn_s)
         try:
-            if follows() and not is_over(directory, plan):
+            _note_end(directory, number, began, code)
+            plan = load(directory)
+            turn_s = plan.turn_s
+            if _is_cancelled(plan, own) or not (is_over(directory, plan) or is_needed()):
                 break
             if over := turn(directory, own=own, ends=True):
                 print(f"anywhen: no further job, because {over}", flush=True)
                 break
-            if follows():
+            if not is_needed():
                 break
         except PASSING as error:
             _report(error)
-        time.sleep(plan.turn_s)
-    note(directory, number, "left", seconds=seconds + time.monotonic() - began)
-    return 0
+    note(directory, number, "left", seconds=time.monotonic() - began)
+
+
+def _note_end(directory: Path, number: int, began: float, code: int) -> None:
+    """Note that a job has no ranks any more, and stop the run if too many jobs failed."""
+    step_s = 0.0
+    if code != LEAVES:
+        begun = next((job.begun for job in records(directory) if job.number == number), {})
+        step_s = _step_seconds(directory, begun.get("time", math.inf))
+    note(directory, number, "ended", code=code, seconds=time.monotonic() - began, step_s=step_s)
+    if has_failed(directory):
+        _stop(directory, f"the ranks of {MAX_FAILURES} jobs failed without a newer checkpoint")
+
+
+def _is_cancelled(plan: Plan, own: str) -> bool:
+    """Return whether Slurm ends this job well before its time limit, as after scancel."""
+    mine = [job for job in queue.jobs_of(plan)[0] if job.id == own and job.is_ending]
+    return any(time.time() < job.started + job.seconds - plan.turn_s for job in mine)
 
 
 def _step_seconds(directory: Path, since: float) -> float:

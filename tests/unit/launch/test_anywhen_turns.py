@@ -10,7 +10,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import pytest
 from launch import slurm
 from launch.anywhen import queue, record, turns
 from launch.anywhen.decision import Plan, Size
-from launch.anywhen.record import is_over, load, records, save
+from launch.anywhen.record import is_over, load, note, records, save
 from rl.config.elastic import JobLimits
 from tests.unit.launch.test_anywhen import HOUR
 
@@ -405,3 +405,123 @@ def test_jobs_that_fail_end_the_run_until_the_file_is_removed(hostile):
     fake.turn()
     fake.sleep(HOUR)
     assert 0 < len(fake.requests) - before < 3
+
+
+def resubmit(fake: HostileSlurm, *nodes: int) -> None:
+    """Write the plan of a second submission with other sizes."""
+    save(replace(fake.plan, sizes=[Size(n, 480.0 / n) for n in nodes]), fake.directory, "")
+
+
+def no_answer(*_: object) -> str:
+    raise slurm.NoAnswer("no answer")
+
+
+def test_a_successor_whose_size_the_new_plan_lacks_is_replaced(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    assert (first.nodes, successor.nodes) == (4, 1)
+    resubmit(fake, 2, 4)
+    fake.sleep(300)
+    new = fake.live()[-1]
+    assert (successor.state, new.nodes, new.after) == ("CANCELLED", 2, first.id)
+
+
+def test_a_job_that_leaves_requests_another_if_none_trains(hostile):
+    """The new plan lacks its size, and the training job was killed."""
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    resubmit(fake, 2, 4)
+    fake.end(first, "NODE_FAIL")
+    fake.sleep(600)
+    (new,) = [job for job in fake.live() if job.is_training]
+    assert successor.state == "COMPLETED" and new.nodes in (2, 4)
+
+
+def test_an_ending_job_waits_for_the_pause_after_refused_requests(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    fake.turn()
+    fake.sleep(30)
+    (first,) = fake.live()
+    for number in (2, 3, 4):
+        note(fake.directory, number, "asked", nodes=1, seconds=600.0, partition="", after="")
+    fake.end_ranks(first, 75)
+    assert len(fake.requests) == 2
+
+
+def test_a_node_that_does_not_come_back_delays_nobody_after_the_ranks(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    turns.end_job(fake.directory, first.number, 90, 75)
+    first.state, first.is_training, before = "COMPLETING", False, fake.now
+    fake.start(successor)
+    fake.begin(successor)
+    assert successor.is_training and fake.now < before + 10
+
+
+def test_a_job_that_waited_too_long_requests_another(hostile):
+    """It does not know whether the ranks of the first one have ended."""
+    fake = hostile(JobLimits())
+    first, successor = two_jobs(fake)
+    first.state, first.is_training = "COMPLETING", False
+    fake.start(successor)
+    before = len(fake.requests)
+    fake.begin(successor)
+    assert successor.state == "COMPLETED" and len(fake.requests) == before + 1
+
+
+def test_a_job_that_ends_is_no_successor(hostile):
+    fake = hostile(JobLimits())
+    first, successor = two_jobs(fake)
+    fake.start(successor)
+    successor.state, before = "COMPLETING", len(fake.requests)
+    fake.end_ranks(first, 75)
+    assert len(fake.requests) == before + 1
+
+
+def test_a_job_starts_while_sinfo_does_not_answer(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    fake._sinfo = no_answer
+    fake.end(first, "NODE_FAIL")
+    fake.sleep(60)
+    assert successor.is_training
+
+
+def test_a_job_that_could_not_look_at_the_queue_requests_another(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    answers, fake._squeue = fake._squeue, no_answer
+    fake.later(turns.LONGEST_WAIT_S + 60, lambda: setattr(fake, "_squeue", answers))
+    fake.end(first, "NODE_FAIL")
+    fake.sleep(turns.LONGEST_WAIT_S + 600)
+    assert successor.state == "COMPLETED" and [job.is_training for job in fake.live()[:1]] == [True]
+
+
+def test_a_job_at_its_time_limit_requests_a_successor(hostile):
+    """Nobody cancelled it, although Slurm ends it in the same way."""
+    fake = hostile(JobLimits(jobs=2))
+    fake.turn()
+    fake.sleep(30)
+    (first,) = fake.live()
+    fake.events.clear()
+    fake.now += first.seconds
+    first.state, first.is_training = "COMPLETING", False
+    turns.end_job(fake.directory, first.number, int(first.seconds), 143)
+    assert len(fake.requests) == 2
+
+
+def test_a_disk_that_fails_once_ends_nothing(hostile, monkeypatch):
+    fake, failures = hostile(JobLimits(jobs=2)), [OSError("stale handle")]
+
+    def failing(directory: Path) -> Plan:
+        if failures:
+            raise failures.pop()
+        return load(directory)
+
+    monkeypatch.setattr(turns, "load", failing)
+    assert turns.follow(fake.directory, turns=2) == "" and len(fake.requests) == 1
+    fake.sleep(30)
+    (first,) = fake.live()
+    failures.append(OSError("stale handle"))
+    fake.end_ranks(first, 75)
+    assert len(fake.requests) == 2
