@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def export(ranks: Ranks, args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
-    from rl.checkpoint.directory import CONFIG, complete
+    from rl.checkpoint.directory import CONFIG
     from rl.config import wing
     from rl.config.exclusions import check_exclusions
     from rl.config.features import CLASS, is_on
@@ -71,13 +71,8 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
         config = load(Config, Path(args.run_dir, "config.yaml"))
         config = replace(config, run=replace(config.run, dir=args.run_dir))  # it may have moved
         store = CheckpointStore(config)
-        found = {saved.step: saved for saved in complete(store.directory)}
-        if not found or args.step is not None and args.step not in found:
-            asked = "" if args.step is None else f" of step {args.step}"
-            steps = ", ".join(f"step {step}" for step in sorted(found))
-            remedy = f"use --step with one of {steps}" if found else "save one (checkpoint.every) first"
-            raise ValueError(f"{store.directory} has no complete checkpoint{asked}; {remedy}.")
-        saved = store.named(str(args.run_dir if args.step is None else found[args.step].path))
+        found = complete_checkpoints(store.directory, args.step)
+        saved = store.named(str(args.run_dir if args.step is None else found[args.step]))
         # Not the config of the first start, because a resume may have changed the model's path or its
         # scaling.
         config = replace(load(Config, saved.path / CONFIG), run=config.run)
@@ -103,6 +98,20 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
         if ranks.rank == 0:
             kind = "the adapters" if args.adapter else "a Hugging Face checkpoint"
             print(f"wrote {args.out}, {kind} of step {saved.step}")
+
+
+def complete_checkpoints(directory: Path, step: int | None) -> dict[int, Path]:
+    """Return the complete checkpoints by step. Raises ValueError if there is none, or none of `step`."""
+    from rl.checkpoint.directory import MANIFEST, complete
+
+    found = {saved.step: saved.path for saved in complete(directory) if (saved.path / MANIFEST).is_file()}
+    if not found or step is not None and step not in found:
+        asked = "" if step is None else f" of step {step}"
+        steps = ", ".join(f"step {step}" for step in found)
+        train = "train until one is saved (checkpoint.every, or the end of the run)"
+        remedy = f"use --step with one of {steps}" if found else train
+        raise ValueError(f"{directory} has no complete checkpoint{asked}; {remedy}.")
+    return found
 
 
 if __name__ == "__main__":

@@ -330,7 +330,7 @@ class CheckpointStore:
         if problem is not None:
             raise ConfigError(
                 f"all checkpoints in {directory} are damaged (the oldest: {problem}). Restore one from a "
-                "copy, or start from step 0 with another run.dir."
+                "copy, or train again with another run.dir."
             )
         return None
 
