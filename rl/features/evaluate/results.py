@@ -14,7 +14,7 @@ from rl.config.options import to_yaml
 from rl.config.schema import Config, Logging, Run
 from rl.data.prompts import Prompt
 from rl.run.changes import contents
-from rl.run_directory import metric_log
+from rl.run_directory import metric_log, status
 from rl.run_directory.rollout_files import TOKENS_FILE, VALIDATIONS
 from rl.sandbox.private_directory import make_private
 
@@ -28,7 +28,7 @@ MOVED = (
     "validation",
     FILE_NAME,
 )
-"""Files of an evaluation, in the order in which `set_aside` moves them. The last one says whose they are."""
+"""Files that `set_aside` moves, in order: the last one says whose the others are."""
 SHOWN = re.compile(r"val-core/.*|val/.*|val-aux/.*/score/mean@\d+")
 """Metrics of the printed table."""
 
@@ -105,6 +105,8 @@ def set_aside(
     for name in MOVED:
         if (directory / name).exists():
             (directory / name).rename(place / name)
+    ended = {"state": "finished", "step": max(measured), "max_steps": max(measured)}
+    (place / status.FILE_NAME).write_text(json.dumps(ended) + "\n")  # else it would look like a lost run
     return place
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.runs import read_runs
 from rl.config.schema import Config
 from rl.features.evaluate.results import CheckpointMetrics, Results, set_aside, table
 from tests.configs import config_with
@@ -73,7 +74,13 @@ def test_another_evaluation_moves_the_earlier_results_and_begins_without_them(co
     place, found, results = start(config("run.seed=0", override), (4, crc32))
     assert place == directory.with_name("a-eval.1") and found[0].passes == {}
     assert {name: (place / name).read_text() for name in parts} == before
-    assert files(place)[2:] == [f"validation/{name}/step_000004.parquet" for name in ("greedy", "sampled")]
+    assert [name for name in files(place) if name not in parts] == [
+        "status.json",
+        "validation/greedy/step_000004.parquet",
+        "validation/sampled/step_000004.parquet",
+    ]
+    [shown] = read_runs([place])
+    assert (shown.state, shown.step) == ("finished", 4)
     assert files(directory) == ["evaluation.json"]
     measure(own, "greedy", found[0], results)
     again, *_ = start(own, (4, 9))
