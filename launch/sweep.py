@@ -77,7 +77,9 @@ def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("file", metavar="SWEEP.yaml", help="the sweep")
     parser.add_argument("--only", choices=["failed"], help="submit again the points that did not finish")
-    parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the batch file and the points, and write nothing"
+    )
     arguments = parser.parse_args(argv)
     sweep = read_file(arguments.file)
     directory = Path(sweep.dir or f"runs/{sweep.name}").absolute()
@@ -87,7 +89,7 @@ def main(argv: list[str]) -> int:
     found = [replace(point, name=point.name + suffix) for point in named]
     in_one_job = sweep.mode == "adapters"
     first = check_adapters(sweep, directory, found) if in_one_job else check_points(sweep, directory, found)
-    points = write_points(sweep, directory, found)
+    points = write_points(sweep, directory, found, is_dry=arguments.dry_run)
     if arguments.only and sweep.job.scheduler != "slurm":
         warn(f"the queue of {sweep.job.scheduler} is not read: a point that waits there is submitted twice.")
     tasks = failed_tasks(directory, points) if arguments.only else new_tasks(directory, points)
@@ -99,10 +101,12 @@ def main(argv: list[str]) -> int:
         )
         print(f"nothing to submit: none of the {len(found)} points is {which}")
         return 0
-    file = _write_batch_file(sweep, directory, tasks, found, command=as_typed("sweep", argv))
+    file, text = _batch_file(sweep, directory, tasks, found, command=as_typed("sweep", argv))
     print(f"# {file}")
     if arguments.dry_run:
-        print(file.read_text())
+        print(text)
+    else:
+        file.write_text(text)
     for task in tasks:
         print(f"{task:>4}  {points[task].name}")
     print_estimate(first, sweep.job, whole=arguments.dry_run)
@@ -112,8 +116,7 @@ def main(argv: list[str]) -> int:
     array = () if in_one_job else tuple(tasks)
     at_a_time = 0 if in_one_job else sweep.at_a_time
     if arguments.dry_run:
-        command = scheduler.command(file, name=sweep.name, tasks=array, at_a_time=at_a_time)
-        print(f"\nnot submitted (--dry-run); {command}")
+        print("\nnot submitted, and nothing is written (--dry-run)")
         return 0
     job = scheduler.submit(file, name=sweep.name, tasks=array, at_a_time=at_a_time)
     note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
@@ -195,21 +198,29 @@ def joint_overrides(sweep: SweepFile, directory: Path, points: list[SweepRun]) -
     return [*_overrides(sweep), *place, f"sweep.adapters={values}"]
 
 
-def write_points(sweep: SweepFile, directory: Path, points: list[SweepRun]) -> list[SweepRun]:
-    """Write the points; return them by task number. Points of an earlier call keep their numbers."""
+def write_points(
+    sweep: SweepFile, directory: Path, points: list[SweepRun], *, is_dry: bool = False
+) -> list[SweepRun]:
+    """Write the points; return them by task number. Points of an earlier call keep their numbers.
+
+    is_dry: check the points and write nothing.
+    """
     place = directory / DIRECTORY
-    make_private(directory)
     before = read_sweep(directory)["points"] if (place / SWEEP).is_file() else []
     known = [SweepRun(**point) for point in before]
     names = {point.name for point in known}
     every = known + [point for point in points if point.name not in names]
-    (place / "points").mkdir(parents=True, exist_ok=True)
     tasks = {point.name: task for task, point in enumerate(every)}
-    for point in points:  # also points of an earlier call, because the common overrides may have changed
-        lines = overrides_of(sweep, directory, point)
-        if broken := [line for line in lines if "\n" in line]:
-            raise ConfigError(f"{broken[0]!r} has a line break; put it into the config file.")
-        (place / "points" / str(tasks[point.name])).write_text("\n".join(lines) + "\n")
+    # Also points of an earlier call, because the common overrides may have changed.
+    overrides = {tasks[point.name]: overrides_of(sweep, directory, point) for point in points}
+    if broken := [line for lines in overrides.values() for line in lines if "\n" in line]:
+        raise ConfigError(f"{broken[0]!r} has a line break; put it into the config file.")
+    if is_dry:
+        return every
+    make_private(directory)
+    (place / "points").mkdir(parents=True, exist_ok=True)
+    for task, lines in overrides.items():
+        (place / "points" / str(task)).write_text("\n".join(lines) + "\n")
     facts = {"name": sweep.name, "config": sweep.config, "points": [vars(point) for point in every]}
     (place / SWEEP).write_text(json.dumps(facts, indent=1) + "\n")
     return every
@@ -229,10 +240,10 @@ def failed_tasks(directory: Path, points: list[SweepRun]) -> list[int]:
     return [task for task, run in enumerate(states) if run.state in UNFINISHED and task not in new]
 
 
-def _write_batch_file(
+def _batch_file(
     sweep: SweepFile, directory: Path, tasks: list[int], points: list[SweepRun], *, command: str
-) -> Path:
-    """Write the batch file of a job array with one task per point, or of one job with all points.
+) -> tuple[Path, str]:
+    """Return path and text of the batch file of a job array with a task per point, or of one job with all.
 
     In the second case the file names all points; when the job starts, it leaves out points that have ended.
     """
@@ -243,6 +254,4 @@ def _write_batch_file(
     else:
         array: dict = dict(points=place / "points", tasks=tasks, at_a_time=sweep.at_a_time)
         text = scheduler.render_sweep(sweep.job, **job, **array)
-    file = place / f"job-{len(noted_jobs(place)) + 1}{scheduler.suffix}"
-    file.write_text(text)
-    return file
+    return place / f"job-{len(noted_jobs(place)) + 1}{scheduler.suffix}", text

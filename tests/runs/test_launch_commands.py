@@ -217,6 +217,11 @@ class TestSweep:
         out = launch("sweep", "sweep.yaml", "--only", "failed")
         assert "#SBATCH --array=3-4%2" in file_of(out)  # the first array's are gone now, the second's wait
 
+    def test_a_dry_run_writes_nothing(self, place):
+        out = launch("sweep", "sweep.yaml", "--dry-run")
+        assert "#SBATCH --array=0-5%2" in out and "lr=0.002_samples_per_prompt=3" in out
+        assert "nothing is written" in out and not (place / "runs").exists()
+
     def test_only_new_points_are_submitted(self, place):
         launch("sweep", "sweep.yaml")
         (place / "sweep.yaml").write_text(
