@@ -5,13 +5,14 @@ import hashlib
 import os
 import shlex
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from launch import batch_file, slurm
 from launch.anywhen import queue
 from launch.anywhen.decision import Plan, Size
-from launch.anywhen.record import DIRECTORY, save
+from launch.anywhen.record import DIRECTORY, records, save
 from launch.anywhen.turns import follow
 from launch.batch_file import Resources
 from launch.layouts import layouts_of
@@ -84,6 +85,10 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
         name=name,
         file=str(file),
     )
+    if arguments.dry_run and records(directory):
+        file = logs / "anywhen-dry-run.sbatch"
+        directory = directory / "dry-run"  # the jobs of the run read its plan
+        plan = replace(plan, file=str(file))
     save(plan, directory, head + TURNS.format(train=train.rstrip(), **words))
     for size in plan.sizes:
         print(f"{size.nodes} nodes: {size.step_s:.1f} s per step {' '.join(size.overrides)}")

@@ -13,7 +13,8 @@ from launch.anywhen.decision import JobRequest, Plan, QueuedJob
 from rl.config.durations import seconds_of
 from rl.runtime.ranks import expand_hostlist
 
-WAITS = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT")
+WAITS = ("PENDING", "REQUEUED")
+HOLDS = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ENDED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
@@ -23,19 +24,20 @@ HELD = ("JobHeldAdmin", "launch")
 """Beginnings of the reasons for which a waiting job never starts by itself. The user may hold a job."""
 
 
-def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[str]]:
-    """Return the run's jobs in the queue, those that end included, and the ids of cancelled ones."""
+def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
+    """Return the run's jobs in the queue, those that end included, and ids and numbers of cancelled ones."""
     own, queued, cancelled = plan.name.rpartition("-")[2], [], []
     form = "%i|%T|%D|%l|%S|%r|%E|%j"
-    for row in slurm.table(8, "squeue", "--me", "-h", "-t", "all", "-o", form):
+    for row in slurm.table(8, "squeue", "--me", "--noconvert", "-h", "-t", "all", "-o", form):
         job, state, nodes, limit, start, reason, after, name = row
         number = re.fullmatch(rf".*-{own}-(\d+)", name)  # run.name may have changed
         if number is None:
             continue
         if state in ENDED:
-            cancelled += [job] if state == "CANCELLED" else []
+            cancelled += [(job, int(number[1]))] if state == "CANCELLED" else []
             continue
-        waits = state in WAITS
+        holds = state in HOLDS or (state not in ("RUNNING", *WAITS) and start == "N/A")  # in a newer Slurm
+        waits = holds or state in WAITS
         queued.append(
             QueuedJob(
                 job,
@@ -43,7 +45,7 @@ def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[str]]:
                 int(nodes),
                 _seconds(limit),
                 0.0 if waits else datetime.fromisoformat(start).timestamp(),
-                is_held=state in WAITS[2:] or (waits and reason.startswith(HELD)),
+                is_held=holds or (waits and reason.startswith(HELD)),
                 is_successor=waits and after not in ("", "(null)"),
                 is_ending=state == "COMPLETING",
             )

@@ -6,7 +6,9 @@
     000003-begun.json         its job started: time, step of the newest checkpoint
     000003-ended.json         its ranks ended: exit code, seconds of the job so far, seconds of a step
     000003-left.json          the job ended itself: its seconds
-    000003-cancelled.json     somebody cancelled the job
+    000003-dropped.json       the run cancels the job while it waits
+    000003-cancelled.json     the user cancelled the job
+    000003-stopped.json       the file stop was written after this request
     stop                      why no further job is requested, until the file is removed
 
 A file is written complete and then linked to its name. Only one process can create a name, also on NFS, so
@@ -128,8 +130,13 @@ def is_over(directory: Path, plan: Plan) -> str:
 
 
 def has_failed(directory: Path) -> bool:
-    """Return whether the last MAX_FAILURES jobs with ranks failed without a newer checkpoint."""
-    ended = [job for job in records(directory) if job.ended.get("code", LEAVES) != LEAVES][-MAX_FAILURES:]
+    """Return whether the last MAX_FAILURES jobs with ranks failed without a newer checkpoint.
+
+    Those before the newest stop do not count.
+    """
+    stopped = max((int(path.name[:6]) for path in directory.glob("[0-9]*-stopped.json")), default=-1)
+    ended = [job for job in records(directory) if job.ended.get("code", LEAVES) != LEAVES]
+    ended = [job for job in ended if job.number > stopped][-MAX_FAILURES:]
     failed = [job for job in ended if job.ended["code"] not in CONTINUES]
-    steps = {job.begun["step"] for job in failed} | {checkpoint_step(directory)}
+    steps = {job.begun.get("step") for job in failed} | {checkpoint_step(directory)}
     return len(failed) == MAX_FAILURES and len(steps) == 1

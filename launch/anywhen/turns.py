@@ -77,15 +77,17 @@ def turn(directory: Path, *, own: str = "", ends: bool = False) -> str:
 def view(directory: Path, plan: Plan, *, own: str = "", ends: bool = False, holes: bool = True) -> QueueView:
     """Return the queue and the progress of the run, as `turn` sees them; without holes, no node is idle.
 
-    If somebody cancelled a job of the run, the file `stop` is written.
+    If the user cancelled a job of the run, the file `stop` is written.
     """
     jobs, now = records(directory), time.time()
     queued, cancelled = queue.jobs_of(plan)
     if own and own not in {job.id for job in queued}:
         raise slurm.SlurmError(f"squeue does not list job {own}, which runs; nothing is requested.")
     for job in jobs:
-        if job.job in cancelled and note(directory, job.number, "cancelled"):
-            _stop(directory, f"job {job.job} was cancelled")
+        ids = [name for name, number in cancelled if number == job.number and job.job in (name, "")]
+        is_dropped = not job.begun and (directory / f"{job.number:06d}-dropped.json").exists()
+        if ids and not is_dropped and note(directory, job.number, "cancelled"):
+            _stop(directory, f"job {ids[0]} was cancelled")
     ended = {job.number for job in jobs if job.ended}
     queued = [replace(job, has_ranks=job.number not in ended) for job in queued]
     queued = [job for job in queued if job.id != own or not ends]
@@ -122,12 +124,14 @@ def _act(directory: Path, plan: Plan, decision: Decision, number: int) -> None:
 def _cancel(directory: Path, jobs: Sequence[QueuedJob]) -> None:
     """Cancel waiting jobs, which nobody then takes for cancelled by the user."""
     for job in jobs:
-        note(directory, job.number, "cancelled")
+        note(directory, job.number, "dropped")
     if jobs:
         slurm.run("scancel", "--state=PENDING", *(job.id for job in jobs))
 
 
 def _stop(directory: Path, why: str) -> None:
+    """Stop the run, and note after which request; the failures until then no longer count."""
+    note(directory, max((job.number for job in records(directory)), default=0), "stopped")
     (directory / STOP).write_text(why)
 
 

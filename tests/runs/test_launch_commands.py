@@ -151,6 +151,11 @@ class TestSubmit:
         plan = json.loads((place / "runs" / "test" / "anywhen" / "plan.json").read_text())
         assert plan["limits"]["jobs"] == 4 and plan["partitions"] == ["a", "b"]
         assert time.localtime(plan["not_before"])[:4] == (2026, 12, 24, 18)
+        live = place / "runs" / "test" / "anywhen"
+        (live / "000001-asked.json").write_text("{}")
+        launch("submit", "--anywhen", "--dry-run", "--config", "config.yaml", "--nodes=1", "--", *keys)
+        assert json.loads((live / "plan.json").read_text()) == plan
+        assert len(json.loads((live / "dry-run" / "plan.json").read_text())["sizes"]) == 1
         done = run_launch("submit", *self.arguments, "--", "run.limits.jobs=4")
         assert "run.limits has no effect on one job; add --anywhen" in done.stderr
 
