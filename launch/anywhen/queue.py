@@ -53,6 +53,15 @@ def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
     return queued, cancelled
 
 
+def failed_to_launch(job: str) -> bool:
+    """Return whether a cancelled job had nodes, but no processes, as after a prolog that fails.
+
+    After scancel its exit code has the signal. A job that waited has no nodes.
+    """
+    facts = dict(re.findall(r"(\S+?)=(\S*)", slurm.run("scontrol", "-o", "show", "job", job)))
+    return facts["ExitCode"] == "0:0" and facts["NodeList"] not in ("", "(null)")
+
+
 def idle_nodes(plan: Plan) -> dict[str, list[float]]:
     """Return `idle` of the queue's view."""
     taken: dict[str, float] = {}

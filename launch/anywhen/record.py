@@ -37,6 +37,8 @@ MAX_FAILURES = 3
 """Number of consecutive jobs that fail without a newer checkpoint, after which no job is requested."""
 LEAVES = 3
 """Exit code of a job that leaves, because it is not needed."""
+NO_LAUNCH = -1
+"""Code of a job that Slurm could not launch and cancelled; it counts as a failure."""
 CONTINUES = (0, 75, 128 + 12)
 """Exit codes of ranks that did not fail. 140: the signal to stop came before the program had started."""
 

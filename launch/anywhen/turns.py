@@ -33,7 +33,9 @@ from launch.anywhen.decision import (
 from launch.anywhen.record import (
     LEAVES,
     MAX_FAILURES,
+    NO_LAUNCH,
     STOP,
+    JobRecord,
     checkpoint_step,
     has_failed,
     is_over,
@@ -84,10 +86,8 @@ def view(directory: Path, plan: Plan, *, own: str = "", ends: bool = False, hole
     if own and own not in {job.id for job in queued}:
         raise slurm.SlurmError(f"squeue does not list job {own}, which runs; nothing is requested.")
     for job in jobs:
-        ids = [name for name, number in cancelled if number == job.number and job.job in (name, "")]
-        is_dropped = not job.begun and (directory / f"{job.number:06d}-dropped.json").exists()
-        if ids and not is_dropped and note(directory, job.number, "cancelled"):
-            _stop(directory, f"job {ids[0]} was cancelled")
+        for name in (name for name, number in cancelled if number == job.number and job.job in (name, "")):
+            _note_cancelled(directory, job, name)
     ended = {job.number for job in jobs if job.ended}
     queued = [replace(job, has_ranks=job.number not in ended) for job in queued]
     queued = [job for job in queued if job.id != own or not ends]
@@ -103,6 +103,23 @@ def view(directory: Path, plan: Plan, *, own: str = "", ends: bool = False, hole
         abs(now - jobs[-1].asked["time"]) if jobs else float("inf"),  # a clock may have been ahead
         min(refused, 1) if ends else refused,
     )
+
+
+def _note_cancelled(directory: Path, job: JobRecord, name: str) -> None:
+    """Stop the run if the user cancelled the job, and neither the run nor Slurm.
+
+    name: the job's id.
+    """
+    is_dropped = not job.begun and (directory / f"{job.number:06d}-dropped.json").exists()
+    is_noted = (directory / f"{job.number:06d}-cancelled.json").exists()
+    if is_dropped or is_noted or job.ended.get("code") == NO_LAUNCH:
+        return
+    if not job.begun and queue.failed_to_launch(name):
+        note(directory, job.number, "begun", step=checkpoint_step(directory))
+        note(directory, job.number, "ended", code=NO_LAUNCH, seconds=0.0, step_s=0.0)
+        _stop_if_failed(directory)
+    elif note(directory, job.number, "cancelled"):
+        _stop(directory, f"job {name} was cancelled")
 
 
 def _act(directory: Path, plan: Plan, decision: Decision, number: int) -> None:
@@ -218,12 +235,16 @@ def _leave(directory: Path, number: int, began: float, code: int) -> None:
 
 
 def _note_end(directory: Path, number: int, began: float, code: int) -> None:
-    """Note that a job has no ranks any more, and stop the run if too many jobs failed."""
+    """Note that a job has no ranks any more."""
     step_s = 0.0
     if code != LEAVES:
         begun = next((job.begun for job in records(directory) if job.number == number), {})
         step_s = _step_seconds(directory, begun.get("time", math.inf))
     note(directory, number, "ended", code=code, seconds=time.monotonic() - began, step_s=step_s)
+    _stop_if_failed(directory)
+
+
+def _stop_if_failed(directory: Path) -> None:
     if has_failed(directory):
         _stop(directory, f"the ranks of {MAX_FAILURES} jobs failed without a newer checkpoint")
 

@@ -44,6 +44,7 @@ class FakeJob:
     reason: str = "Priority"
     started: float = 0.0
     is_training: bool = False
+    exit_code: str = "0:15"
 
     @property
     def number(self) -> int:
@@ -131,6 +132,7 @@ class HostileSlurm:
             self.meanwhile.pop()()
         broken = self.rng.random() < self.faults
         act = {"sbatch": self._sbatch, "scancel": self._scancel, "squeue": self._squeue, "sinfo": self._sinfo}
+        act |= {"scontrol": self._scontrol}
         if command[0] == "sbatch" and "--test-only" not in command:
             return self._sbatch(command, broken)
         if broken and (self.rng.random() < 0.5 or command[0] == "scancel"):
@@ -196,6 +198,10 @@ class HostileSlurm:
 
     def _sinfo(self, command: tuple[str, ...], broken: bool) -> str:
         return "".join(f"main*|node{n}\n" for n in range(self.idle()))
+
+    def _scontrol(self, command: tuple[str, ...], broken: bool) -> str:
+        job = self.jobs[command[-1]]
+        return f"ExitCode={job.exit_code} NodeList={'node1' if job.started else '(null)'} End=\n"
 
     def idle(self) -> int:
         return NODES - sum(job.nodes for job in self.live() if job.state != "PENDING")
@@ -389,6 +395,21 @@ def test_the_user_may_cancel_a_job_that_the_run_could_not(hostile):
     assert successor.is_training
     fake.end(successor, "CANCELLED")
     assert f"job {successor.id} was cancelled" in fake.turn()
+
+
+def test_a_job_whose_launch_failed_is_replaced_until_three_failed(hostile):
+    """Slurm cancels a job whose prolog failed, with its nodes and exit code 0:0."""
+    fake = hostile(JobLimits(jobs=2))
+    fake.begin = lambda job: None
+    for number in (1, 2, 3):
+        fake.turn()
+        (job,) = fake.live()
+        fake.sleep(5)
+        assert job.started and job.number == number
+        fake.end(job, "CANCELLED")
+        job.exit_code = "0:0"
+        fake.sleep(300)
+    assert "failed without a newer checkpoint" in fake.turn() and len(fake.requests) == 3
 
 
 def test_a_state_of_a_newer_slurm_that_waits_holds_the_job(hostile):
