@@ -101,7 +101,7 @@ class ToyEngine:
         self.shares_prompts, self.has_frozen_weights = True, False
         self.model, self.reference = Tables(seed=1), Tables(seed=2)
         self.version = self.num_updates = 0
-        self.optimizer = "plain steps"
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.0}])
         self.gradients: list[dict[str, torch.Tensor]] = []
 
     def micro_batches(self, batch, plan):
@@ -129,6 +129,7 @@ class ToyEngine:
         self.model, self.reference = self.reference, self.model
 
     def update(self, batch, plan, loss, *, lr, outputs=None, progress=None):
+        self.optimizer.param_groups[0]["lr"] = lr
         gradient = {name: torch.zeros_like(p) for name, p in self.model.named_parameters()}
         sums: dict[str, float] = {}
         self.model.zero_grad()
