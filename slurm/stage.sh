@@ -33,7 +33,11 @@ unpack='set -eu; umask 077; trap '\''rm -rf "$1/$4" "$1/$4.new"'\'' EXIT
 
 # Set mark and count to the hash and the number of files of file or directory $1. Fails if links form a loop, or it is not readable.
 look_at() {
-    local listing
+    local listing dangling
+    if [ -n "${links[*]}" ] && dangling=$(find -L "$1" -type l -print -quit) && [ -n "$dangling" ]; then
+        say "$dangling is a link to nothing, which no copy can have; remove it" >&2
+        return 1
+    fi
     listing=$(set -o pipefail && find "${links[@]}" "$1" -printf '%P %s %T@ %l\n' | LC_ALL=C sort) || return
     mark=$(sha256sum <<<"$listing" | cut -c 1-16) count=$(wc -l <<<"$listing")
 }

@@ -27,8 +27,9 @@ def fastest(before: Estimate, *, count: int = 5, tries: int = TRIES) -> list[Cha
     """Return the configurations with the shortest estimated steps among those that fit, the fastest first.
 
     The search begins with the given config, and again and again tries the neighbours of the fastest config
-    that it has not left yet: the next divisor of the ranks as a parallel size, twice or half of the
-    micro-batch, another recomputation or offload. A change without effect on the seconds is not listed.
+    that it has not left yet: twice or half of a parallel size, or the next divisor of the ranks, twice or
+    half of the micro-batch, another recomputation or offload. A change without effect on the seconds is not
+    listed.
 
     count: maximum number of results. tries: maximum number of estimates.
     """
@@ -70,9 +71,11 @@ def _neighbours(config: Config, before: Estimate, world_size: int) -> Iterator[t
     if needs_engine(config):
         sizes["rollout.tp"] = config.rollout.tp
     for key, size in sizes.items():
-        larger = [n for n in divisors(world_size) if n > size][:1]
-        smaller = [n for n in divisors(world_size) if n < size][-1:]
-        yield from ((key, new) for new in (*larger, *smaller))
+        fitting_sizes = divisors(world_size)
+        larger = [n for n in fitting_sizes if n > size]
+        smaller = [n for n in fitting_sizes if n < size]
+        for new, others in ((size * 2, larger[:1]), (size // 2, smaller[-1:])):
+            yield from ((key, n) for n in ([new] if new in fitting_sizes else others))
     for tokens in (training.micro_batch_tokens * 2, training.micro_batch_tokens // 2):
         yield "training.micro_batch_tokens", tokens
     for key, stages in STAGES.items():

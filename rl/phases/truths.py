@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -112,7 +113,8 @@ def at(place: str, key: str = GROUND_TRUTH) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{place}: {error}".replace(GROUND_TRUTH, key)) from error
+        text = re.sub(rf"^{re.escape(GROUND_TRUTH)}\b", lambda _: key, str(error))
+        raise ValueError(f"{place}: {text}") from error
 
 
 def arguments(prompt: Prompt, response: str | None) -> dict:

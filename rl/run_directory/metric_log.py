@@ -198,7 +198,8 @@ def accuracies(metrics: dict[str, float], variable: str = "acc") -> dict[str, fl
 
     The score is under val-aux. The smallest k is that of the greedy responses, if there are any.
     """
-    form = re.compile(rf"val-(?:core|aux)/(.+)/{variable}/mean@(\d+)")
+    section = "aux" if variable == "score" else "core"
+    form = re.compile(rf"val-{section}/(.+)/{variable}/mean@(\d+)")
     found = ((form.fullmatch(name), value) for name, value in metrics.items())
     largest_first = sorted(
         ((match[1], -int(match[2]), value) for match, value in found if match), key=lambda entry: entry[:2]
@@ -263,7 +264,8 @@ def _rare_field(seconds: dict[str, float], metrics: dict[str, float]) -> str:
     if (loss := metrics.get("val/loss")) is not None:
         parts.append(f"loss {loss:.4g}")
     accuracy, failed = accuracies(metrics), accuracies(metrics, "failed")
-    scores = accuracies(metrics, "score")
+    # Functions of reward.sources have scores of their own, and lines have no room for many sources.
+    scores = {k: v for k, v in accuracies(metrics, "score").items() if k in accuracy and len(accuracy) < 3}
     if accuracy:
         notes = {source: f" ({share:.0%} failed)" for source, share in failed.items() if share}
         parts.append(_by_source("acc", accuracy, notes))

@@ -61,5 +61,5 @@ def test_a_replay_with_another_learning_rate_names_the_cause(config, tmp_path):
     replay = ("run.mode=train_only", f"run.rollouts={tmp_path}/run")
     with pytest.raises(RanksFailed) as failure:
         train(1, config, *bitwise, *replay, "training.optimizer.lr=3e-3", run=tmp_path / "again")
-    assert "such as training.optimizer.lr, leads to other weights" in failure.value.stderr[0]
+    assert "such as training.optimizer.lr, differs" in failure.value.stderr[0]
     assert "libraries" not in failure.value.stderr[0]
