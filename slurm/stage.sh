@@ -39,7 +39,7 @@ look_at() {
         return 1
     fi
     listing=$(set -o pipefail && find "${links[@]}" "$1" -printf '%P %s %T@ %l\n' | LC_ALL=C sort) || return
-    mark=$(sha256sum <<<"$listing" | cut -c 1-16) count=$(wc -l <<<"$listing")
+    mark=$({ basename "$1" && echo "$listing"; } | sha256sum | cut -c 1-16) count=$(wc -l <<<"$listing")
 }
 
 # Build the archive of $1, which look_at has seen, if there is none.
@@ -77,7 +77,11 @@ stage() {
         exit 2
     fi
     if [[ $1 == environment=* ]]; then links=(); fi
-    source=$(realpath "$source")
+    if [[ -n ${links[*]} && -L ${source%/} ]]; then # its name says the form: train.parquet, and not the blob's hash
+        source=$(realpath "$(dirname "${source%/}")")/$(basename "$source")
+    else
+        source=$(realpath "$source")
+    fi
     if look_at "$source" && [[ $1 == environment=* && ! -f $archives/$mark.tar ]]; then
         "$source/bin/python" -m compileall -q "$source/lib" >/dev/null 2>&1 || true # a file of a package may be no valid Python
     fi

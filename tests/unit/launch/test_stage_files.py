@@ -94,6 +94,12 @@ def test_the_copy_has_the_files_outside_to_which_links_lead(node):
     assert Path(node.stage()[0][1].removeprefix("model.path=")) == place and node.sent == 1
     blob.write_text("3" * 5000)
     assert Path(node.stage()[0][1].removeprefix("model.path=")) != place
+    for name in ("train.parquet", "test.parquet"):  # the name of a file says its form
+        (file := node.model.parent / name).symlink_to(blob)
+        [staged] = node.stage(f"data.train='{file}'")[0][1:]
+        assert (
+            staged.endswith(f"/{name}") and Path(staged.removeprefix("data.train=")).read_text() == "3" * 5000
+        )
     (node.model / "loop").symlink_to(".")
     overrides, errors = node.stage()
     assert overrides == ["PYTHON="] and "loop" in errors and f"the ranks read {node.model}" in errors
