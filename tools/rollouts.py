@@ -98,7 +98,7 @@ def print_share(run_dir: Path, step: int) -> None:
     """Print how many samples of a step are stored, unless the run's config says that all are."""
     configs = [path for path in [run_dir / "config.yaml"] if path.is_file()]
     for share in read_each(configs, lambda _: _share(run_dir, step)).values():
-        print(share, end="")
+        print(share, end="", file=sys.stderr)  # the rows may go to a file
 
 
 def _share(run_dir: Path, step: int) -> str:

@@ -145,10 +145,10 @@ class Data:
     max_prompt_tokens: Annotated[int, AT_LEAST_ONE] = 1024
     """Maximum tokens of a prompt after the chat template; with `messages_key` of a conversation."""
     overlong_prompts: Literal["error", "drop", "truncate_left", "truncate_right"] = "error"
-    """What happens to a prompt of more than `max_prompt_tokens`. error: the run is refused. drop: the prompt
-    is left out. truncate_left: its last tokens are kept. truncate_right: the first tokens of a conversation
-    are kept (sft). In dpo, orpo, simpo and kto the key also applies to a response of more than
-    `rollout.max_response_tokens`; truncate_left keeps its first tokens."""
+    """How to treat a prompt of more than `max_prompt_tokens`: error refuses the run, drop leaves the prompt
+    out, truncate_left keeps its last tokens, and truncate_right keeps the first tokens of a conversation
+    (sft). In dpo, orpo, simpo and kto the key also applies to a response of more than
+    `rollout.max_response_tokens`; truncate_left then keeps its first tokens."""
     shuffle: bool = True
     """Shuffle the prompts in each epoch, with the seed (run.seed, epoch)."""
     prompts_per_step: Annotated[int, AT_LEAST_ONE] = 64

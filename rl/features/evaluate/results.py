@@ -28,7 +28,7 @@ MOVED = (
     "validation",
     FILE_NAME,
 )
-"""Files that `set_aside` moves, in order: the last one says whose the others are."""
+"""Files that `set_aside` moves."""
 SHOWN = re.compile(r"val-core/.*|val/.*|val-aux/.*/score/mean@\d+")
 """Metrics of the printed table."""
 
@@ -87,9 +87,13 @@ def set_aside(
     """Move the results of another evaluation out of run.dir; return their new directory, None without any.
 
     It is another one if its settings differ, or if it measured another checkpoint of the same step. Samples
-    of a pass that did not end are removed. Before the log opens its files; for rank 0 only.
+    of a pass that did not end are removed. A start that was killed while it moved files is continued. Before
+    the log opens its files; for rank 0 only.
     """
     directory, path = Path(config.run.dir), Path(config.run.dir, FILE_NAME)
+    moving = directory.with_name(f"{directory.name}.moving")
+    if moving.exists():
+        return _move(directory, moving)
     before = json.loads(path.read_text()) if path.is_file() else {"settings": None, "checkpoints": []}
     measured = {each["step"]: each["crc32"] for each in before["checkpoints"]}
     is_same = all(measured.get(each.step, each.crc32) == each.crc32 for each in checkpoints)
@@ -99,15 +103,20 @@ def set_aside(
         for name in VALIDATIONS.values():
             shutil.rmtree(directory / name, ignore_errors=True)
         return None
-    places = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
-    place = next(each for each in places if not each.exists())
-    make_private(place)
+    make_private(moving)
+    return _move(directory, moving)
+
+
+def _move(directory: Path, moving: Path) -> Path:
+    """Move the files that are not in `moving` yet, and give it the first free number; return its new path."""
     for name in MOVED:
         if (directory / name).exists():
-            (directory / name).rename(place / name)
-    ended = {"state": "finished", "step": max(measured), "max_steps": max(measured)}
-    (place / status.FILE_NAME).write_text(json.dumps(ended) + "\n")  # else it would look like a lost run
-    return place
+            (directory / name).rename(moving / name)
+    last = max(each["step"] for each in json.loads((moving / FILE_NAME).read_text())["checkpoints"])
+    ended = {"state": "finished", "step": last, "max_steps": last}
+    (moving / status.FILE_NAME).write_text(json.dumps(ended) + "\n")  # else it would look like a lost run
+    places = (directory.with_name(f"{directory.name}.{number}") for number in count(1))
+    return moving.rename(next(each for each in places if not each.exists()))
 
 
 def settings(config: Config, prompts: Sequence[Prompt]) -> int:

@@ -6,6 +6,7 @@ import pytest
 
 from launch.runs import read_runs
 from rl.config.schema import Config
+from rl.features.evaluate import results as evaluation
 from rl.features.evaluate.results import CheckpointMetrics, Results, set_aside, table
 from tests.configs import config_with
 
@@ -42,6 +43,21 @@ def measure(config: Config, name: str, result: CheckpointMetrics, results: Resul
 
 def files(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("key", ["validation.temperature=0.5", "run.seed=1"])
+def test_a_move_that_was_killed_is_continued(config, key, monkeypatch):
+    own = config()
+    _, found, results = start(own, (2, 7))
+    measure(own, "greedy", found[0], results)
+    before = files(Path(own.run.dir))
+    monkeypatch.setattr(evaluation, "MOVED", ("validation",))  # killed before the other files
+    with pytest.raises(FileNotFoundError):
+        start(config("validation.temperature=0.5"), (2, 7))
+    monkeypatch.undo()
+    place, found, _ = start(config(key), (2, 7))
+    assert place == Path(f"{own.run.dir}.1") and not found[0].passes
+    assert files(place) == sorted([*before, "status.json"])
 
 
 def test_an_interrupted_evaluation_continues_with_its_results(config):

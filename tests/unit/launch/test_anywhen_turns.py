@@ -67,7 +67,7 @@ class HostileSlurm:
         self.jobs: dict[str, FakeJob] = {}
         self.requests: list[float] = []
         self.meanwhile: list[Callable[[], object]] = []
-        """What others do after a look at the queue, once."""
+        """Actions of a user or of Slurm that happen right after the next look at the queue."""
         self.steps, self.speed = 0.0, 1.0
         self.kills = False
         """Whether the process that requests a job is killed before it notes the id."""

@@ -77,7 +77,7 @@ def test_the_share_of_stored_samples_is_printed(run, capsys, kind, prompts, said
     (run / "config.yaml").write_text(json.dumps(keys | {"rollout": {"samples_per_prompt": 4}}))
     rollouts.main([str(run)])
     line = "16 of 128 samples of each step are stored (logging.rollouts=sample)"
-    assert (capsys.readouterr().out.splitlines()[0] == line) == said
+    assert (line in capsys.readouterr().err.splitlines()) == said
 
 
 def test_a_run_without_rollouts_names_the_reason_of_its_end(tmp_path):
