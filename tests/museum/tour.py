@@ -183,18 +183,22 @@ class Museum:
             seconds=seconds,
         )
 
-    def clean(self, name: str, steps: int) -> int:
+    def clean(self, name: str, steps: int) -> tuple[int, list[str]]:
         """Run a config of CLEAN for so many steps, with all checks on, and resume it half-way.
 
-        Returns the number of logged steps. Raises RanksFailed if a check raised.
+        Returns the number of logged steps and the warnings. Raises RanksFailed if a check raised.
         """
         ranks, model, overrides = CLEAN[name]
         run = self.directory / f"clean_{re.sub(r'[^a-z0-9]+', '_', name)}"
         shutil.rmtree(run, ignore_errors=True)
+        warnings: list[str] = []
         for last in sorted({max(1, steps // 2), steps}):
             arguments = self.arguments(model, run, *overrides, *ALL_CHECKS, f"run.max_steps={last}")
-            run_ranks(ranks, TRAIN, *arguments, f"checkpoint.every={steps}", timeout=3600)
-        return len((run / "metrics.jsonl").read_text().splitlines())
+            said = run_ranks(ranks, TRAIN, *arguments, f"checkpoint.every={steps}", timeout=7200)
+            warnings += (line for text in said for line in WARNING.findall(text))
+        num_steps = len((run / "metrics.jsonl").read_text().splitlines())
+        shutil.rmtree(run)  # a pretrained model's checkpoint is large
+        return num_steps, warnings
 
     def arguments(self, model: str, run: Path, *overrides: str) -> list[str]:
         """Return the arguments of train_rl.py for a run of a model, with overrides."""

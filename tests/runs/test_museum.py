@@ -46,4 +46,4 @@ def test_a_check_ends_the_run(museum, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLEAN)
 def test_clean_runs_raise_nothing(museum, name):
-    assert museum.clean(name, 20) == 20
+    assert museum.clean(name, 20) == (20, [])
