@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None, *, about: str | None = __doc__) -> int:
     from rl.config.options import ConfigError, to_yaml
     from rl.config.schema import FIRST_KEYS, Config, changed, derived_keys, load_config
     from rl.config.sweep_checks import load_points
-    from rl.run_directory.named_metrics import check_named_metrics
+    from rl.run_directory.named_metrics import check_named_metrics, metrics_help
     from rl.runtime.ranks import discover
     from rl.runtime.rendezvous import RendezvousError, join_ranks
     from rl.runtime.transformers_import import keep_scan
@@ -76,7 +76,12 @@ def main(argv: list[str] | None = None, *, about: str | None = __doc__) -> int:
         out, err = (sys.stdout, sys.stderr) if ranks.rank == 0 else (nowhere, nowhere)
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             command = parse_command_line(
-                Config, argv, program=Path(sys.argv[0]).name, description=about, first=FIRST_KEYS
+                Config,
+                argv,
+                program=Path(sys.argv[0]).name,
+                description=about,
+                first=FIRST_KEYS,
+                other_help=metrics_help,
             )
         config = load_config(command.config, command.overrides)
         points = load_points(command.config, command.overrides) if config.sweep.is_on else []

@@ -6,7 +6,7 @@ import functools
 import inspect
 import shutil
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -39,11 +39,13 @@ def parse_command_line(
     program: str = "train_rl.py",
     description: str | None = None,
     first: Sequence[str] = (),
+    other_help: Callable[[str], str] = lambda word: "",
 ) -> CommandLine:
     """Parse `--config FILE [key=value ...] [--print-config [--changed]]`, in any order.
 
     `--help` among the arguments prints the usage, the keys `first` of `cls` and its sections, exit code 0. A
-    word after it selects keys (`selected`). A usage error exits with code 2.
+    word after it selects keys (`selected`), and `other_help` may have a text for it, too ("": none). A usage
+    error exits with code 2.
     """
     usage = "%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help [WORD]]"
     parser = make_parser(description, prog=program, usage=usage, add_help=False)
@@ -52,17 +54,21 @@ def parse_command_line(
     parser.add_argument("--changed", action="store_true", help="with --print-config: without defaults")
     parser.add_argument("--dry-run", action="store_true", help="estimate whether it fits: --dry-run --help")
     word_help = (
-        "this text; with a section: its keys; with a word: keys whose name or text has it; all: every key"
+        "this text; with a section: its keys; with a word: keys whose name or text has it, and metrics whose "
+        "name has it; all: every key"
     )
     parser.add_argument("-h", "--help", metavar="WORD", nargs="?", help=word_help)
     if asked := {"-h", "--help"} & set(argv):
         word = "".join(argv[argv.index(asked.pop()) + 1 :][:1])
         if not word or word.startswith("-") or "=" in word:
             print(f"{parser.format_help()}\n{help_text(cls, only=first)}\n{sections_text(cls)}")
-        elif not (keys := selected(cls, word)):
-            parser.error(f"--help {word}: no section, key or text of a key has this word")
-        else:
-            print(help_text(cls, only=keys))
+            raise SystemExit(0)
+        keys = selected(cls, word)
+        of_section = word == "all" or any(key.startswith(f"{word}.") for key in keys)
+        texts = [help_text(cls, only=keys) if keys else "", "" if of_section else other_help(word)]
+        if not any(texts):
+            parser.error(f"--help {word}: no section, key, text of a key or metric has this word")
+        print("\n".join(filter(None, texts)))
         raise SystemExit(0)
     files = [argument for argument in argv if argument.endswith((".yaml", ".yml")) and "=" not in argument]
     if files and not any(argument.startswith("--config") for argument in argv):

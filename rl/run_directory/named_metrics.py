@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import textwrap
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -36,6 +37,22 @@ def first_curves() -> dict[str, dict[str, str]]:
     """Return name -> entry of the metrics that a report shows first: the metrics with a plain name."""
     entries = (entry for section in metrics().values() for entry in section.items())
     return {_expanded(name)[0]: entry for name, entry in entries if "plain" in entry}
+
+
+def metrics_help(word: str) -> str:
+    """Return the metrics with a word in their name, each with its formula and what a bad value means; "" if
+    there are none."""
+    entries = (entry for section in metrics().values() for entry in section.items())
+    found = {
+        name: entry
+        for name, entry in entries
+        if any(word.lower() in each for each in _expanded(name.lower()))
+    }
+    lines = ["metrics of a run (docs/metrics.md)"] if found else []
+    for name, entry in found.items():
+        text = " ".join(f"{entry['formula']}. {entry.get('bad', '')}".split())
+        lines += [f"  {name}", textwrap.fill(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return "\n".join(lines)
 
 
 @cache

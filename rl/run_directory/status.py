@@ -44,7 +44,7 @@ def why_no_step(run_dir: Path) -> str:
     return {
         "failed": f"the run failed: {reason}. Correct this, and start it again",
         "stopped": f"the run was stopped: {reason}. The same command continues it",
-        "running": f"no step has ended yet; lockstep watch {run_dir} follows the run",
+        "running": f"no step has ended yet; lockstep status {run_dir} says whether it still runs",
     }.get(status.get("state", ""), "")
 
 

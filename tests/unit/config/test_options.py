@@ -593,3 +593,13 @@ def test_help_refuses_a_word_that_no_key_has(capsys):
     with pytest.raises(SystemExit) as caught:
         parse_command_line(Tree, ["--help", "xyz"])
     assert caught.value.code == 2 and "--help xyz: no section" in capsys.readouterr().err
+
+
+def test_help_of_a_word_shows_other_texts_too_but_not_of_a_section(capsys):
+    shown = {}
+    for word in ("learning", "xyz", "train.adam"):
+        with pytest.raises(SystemExit):
+            parse_command_line(Tree, ["--help", word], other_help=lambda word: f"metric of {word}")
+        shown[word] = capsys.readouterr().out
+    assert "train.adam.lr" in shown["learning"] and "metric of learning" in shown["learning"]
+    assert shown["xyz"] == "metric of xyz\n" and "metric" not in shown["train.adam"]

@@ -4,7 +4,7 @@ import pytest
 
 from rl.config.options import ConfigError
 from rl.config.schema import load_config
-from rl.run_directory.named_metrics import check_named_metrics
+from rl.run_directory.named_metrics import check_named_metrics, metrics_help
 
 RULE = ("sweep.stop=median", 'sweep.adapters=[{"run.seed": 1}]')
 BEST = ("checkpoint.keep_best=1", "validation.every=2", "data.val=[d]")
@@ -34,3 +34,12 @@ def test_metrics_of_runs_and_of_user_algorithms_are_accepted(tmp_path):
         ("algorithm=grpo", "checkpoint.best_metric=unused"),
     ):
         check_named_metrics(load_config(None, overrides))
+
+
+def test_help_finds_metrics_by_a_word_of_their_name():
+    text = metrics_help("ClipFrac")
+    assert "actor/pg_clipfrac\n" in text and "Above about 0.3: many tokens give no gradient" in " ".join(
+        text.split()
+    )
+    assert metrics_help("score/mean").splitlines()[1].strip() == "critic/score/{mean,max,min}"
+    assert metrics_help("no such metric") == ""
