@@ -312,6 +312,9 @@ def refuse(error: Exception, ranks: "Ranks | None") -> int:
 
     If all ranks fail, only rank 0 prints the error. Otherwise each rank that fails prints it.
     """
+    from rl.runtime.torchrun_summary import show_in_summary
+
+    show_in_summary(f"error: {error}")
     if ranks is None or ranks.rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
     if ranks is not None and ranks.world_size > 1:

@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from lockstep.commands import COMMANDS, Command
 from rl import __version__
+from rl.runtime.torchrun_summary import show_in_summary
 from train_rl import advice_on, leave
 
 PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
@@ -81,7 +82,9 @@ def call(command: Command, argv: list[str]) -> int:
 
 def refuse(error: object) -> int:
     """Print one sentence and return exit code 2."""
-    print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
+    sentence = f"error: {str(error).removeprefix('error: ')}"
+    show_in_summary(sentence)
+    print(sentence, file=sys.stderr)
     return 2
 
 

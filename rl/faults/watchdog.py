@@ -32,6 +32,7 @@ from rl.faults.process import GIB, resident_bytes
 from rl.run_directory.status import Status
 from rl.runtime.device import Device
 from rl.runtime.job_store import JobStore, StoreError, look_s
+from rl.runtime.torchrun_summary import show_in_summary
 
 if TYPE_CHECKING:  # a run that requires all replicas does not import it
     from rl.runtime.excluded_replicas import ExcludedReplicas
@@ -157,7 +158,7 @@ class Watchdog:
         except Exception as error:
             # The run must end: without this thread it would have no limits, and a hang would go unnoticed.
             message = f"the watchdog of rank {self.rank} ({self._host}) failed: {error!r}"
-            print(f"error: {message}", file=sys.stderr, flush=True)
+            self._report(message)
             self.status.fail(message)
             self._exit()
 
@@ -424,6 +425,7 @@ class Watchdog:
         with self._once:
             if not self._reported:
                 self._reported = True
+                show_in_summary(f"error: {message}")
                 print(f"error: {message}", file=sys.stderr, flush=True)
 
     def _warn(self, text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spawn import free_port, run_ranks
+from tests.spawn import ROOT, free_port, run_ranks
 from tests.toy import SFT, TRAIN, write_config
 
 PYTHON = Path(sys.executable)
@@ -62,3 +62,14 @@ def test_ranks_find_each_other(launcher, toy, tmp_path):
     parts = environment["start_up_s"]  # only `python` has no launcher; supervised runs import no vLLM
     assert ("launcher" in parts) == (launcher != "python") and "vLLM" not in parts
     assert parts["torch"] > 0 and parts["Megatron"] > 0
+
+
+@pytest.mark.parametrize("override", ["model.path=none", "rewards"])
+def test_the_end_of_torchruns_output_says_why_a_run_is_refused(override, toy, tmp_path):
+    _, command = LAUNCHERS["torchrun"]
+    config = write_config(tmp_path, toy, *SFT)
+    arguments = ["-m", "lockstep", "train", "--config", config, override]
+    result = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    causes = [line for line in result.stderr.splitlines() if line.startswith("  traceback : ")]
+    assert result.returncode == 1 and all(override in line for line in causes[-1:]), result.stderr
+    assert causes[-1].startswith("  traceback : error: ")
