@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             }
             layout, own = start_of(config, arguments.gpus, hardware, known)
             factors = factors_of(arguments.measured, hardware, known) if arguments.measured else {}
-            found = fastest(own, count=5)
+            found = fastest(own)
             missing = "" if found else f": nothing fits; with the first layout, {'; '.join(own.problems)}"
             print(f"{arguments.gpus} x {gpu}: {config.run.name}{missing}")
             for place, change in enumerate(sorted(found, key=lambda each: total(each, factors)), start=1):

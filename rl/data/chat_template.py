@@ -50,10 +50,10 @@ Spans = list[tuple[int, int]]
 """Parts of a text. Each part is the position of its first character and the position after its last one."""
 
 
-def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any], *, key: str) -> None:
+def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any]) -> None:
     """Set variables at the beginning of a tokenizer's chat template, so that every rendering has them.
 
-    variables: values read from YAML, by name. key: config key of the variables.
+    variables: `data.template_kwargs`, values by name.
 
     Raises ValueError if the template does not read one of the variables, or if there is no template.
     """
@@ -64,8 +64,8 @@ def set_variables(tokenizer: PreTrainedTokenizerBase, variables: dict[str, Any],
     for name, value in variables.items():
         if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in named.values()):
             raise ValueError(
-                f"{key} has {name}={value}, but the chat template of {tokenizer.name_or_path} does not read "
-                "it; correct its name, or leave it out."
+                f"data.template_kwargs has {name}={value}, but the chat template of {tokenizer.name_or_path} "
+                "does not read it; correct its name, or leave it out."
             )
     # The `repr` of a value from YAML is an expression that Jinja reads. The added newlines do not reach the
     # text, because transformers renders with trim_blocks, which drops the newline after a block.

@@ -23,15 +23,15 @@ STAGES = {
 """Keys with values in an order, of which a search tries the neighbours."""
 
 
-def fastest(before: Estimate, *, count: int = 5, tries: int = TRIES) -> list[Change]:
-    """Return the configurations with the shortest estimated steps among those that fit, the fastest first.
+def fastest(before: Estimate, *, tries: int = TRIES) -> list[Change]:
+    """Return the five fitting configurations with the shortest estimated steps, the fastest first.
 
     The search begins with the given config, and again and again tries the neighbours of the fastest config
     that it has not left yet: twice or half of a parallel size, or the next divisor of the ranks, twice or
     half of the micro-batch, another recomputation or offload. A change without effect on the seconds is not
     listed.
 
-    count: maximum number of results. tries: maximum number of estimates.
+    tries: maximum number of estimates.
     """
     world = before.layout.num_ranks
     seen: set[tuple[tuple[str, object], ...]] = {()}
@@ -60,7 +60,7 @@ def fastest(before: Estimate, *, count: int = 5, tries: int = TRIES) -> list[Cha
                 except ConfigError:
                     continue
                 visit(new)
-    return sorted(found, key=lambda change: change.estimate.step_seconds)[:count]
+    return sorted(found, key=lambda change: change.estimate.step_seconds)[:5]
 
 
 def _neighbours(config: Config, before: Estimate, world_size: int) -> Iterator[tuple[str, object]]:

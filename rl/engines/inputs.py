@@ -77,7 +77,7 @@ class Inputs:
         unread = vars(architecture(own)).get("UNREAD_TOKENS", ())
         check_tokenizer(config.model.path, self.tokenizer, own["vocab_size"], unread=unread)
         check_stops(config.rollout.stop_token_ids, own["vocab_size"])
-        set_variables(self.tokenizer, config.data.template_kwargs, key="data.template_kwargs")
+        set_variables(self.tokenizer, config.data.template_kwargs)
         if config.data.allow_special_tokens:
             allow_in_content(self.tokenizer)
         ends = end_token_ids(config.model.path) | set(config.rollout.stop_token_ids)

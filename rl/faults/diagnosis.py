@@ -55,21 +55,18 @@ def diagnose(heartbeats: list[Heartbeat | None], silent_s: float) -> Diagnosis:
     return Diagnosis((), "all are at the same place")
 
 
-def summarize(
-    heartbeats: list[Heartbeat | None], diagnosis: Diagnosis, silent_s: float, *, max_shown: int = 4
-) -> str:
-    """Return one line: the ranks at fault and their phases, then the phases of the ranks that wait."""
+def summarize(heartbeats: list[Heartbeat | None], diagnosis: Diagnosis, silent_s: float) -> str:
+    """Return one line: the ranks at fault and their phases, then the phases of the ranks that wait; at most
+    four of each."""
     shown = [
-        _describe(beat, silent_s)
-        for rank in diagnosis.at_fault[:max_shown]
-        if (beat := heartbeats[rank]) is not None
+        _describe(beat, silent_s) for rank in diagnosis.at_fault[:4] if (beat := heartbeats[rank]) is not None
     ]
     more = len(diagnosis.at_fault) - len(shown)
     text = "; ".join(shown) + (f"; and {more} more ranks" if more > 0 else "")
     others = [beat for beat in heartbeats if beat is not None and beat.rank not in diagnosis.at_fault]
     places = Counter((beat.label, beat.at) for beat in others)
     waiting = ", ".join(
-        f"{_ranks(others, place)} in {place[0]} at {place[1]}" for place, _ in places.most_common(max_shown)
+        f"{_ranks(others, place)} in {place[0]} at {place[1]}" for place, _ in places.most_common(4)
     )
     if not diagnosis.at_fault:
         return f"{diagnosis.reason}: {waiting}"
@@ -89,8 +86,8 @@ def last_heartbeat(beat: Heartbeat) -> str:
     return f"rank {beat.rank} ({beat.process.host}), last heartbeat {beat.age_s:.0f} s ago in {beat.label}"
 
 
-def _ranks(heartbeats: list[Heartbeat], place: tuple[str, str], max_shown: int = 8) -> str:
-    """Return 'ranks 0, 1, 3': the ranks with this label and frame."""
+def _ranks(heartbeats: list[Heartbeat], place: tuple[str, str]) -> str:
+    """Return 'ranks 0, 1, 3': the first eight ranks with this label and frame."""
     ranks = [beat.rank for beat in heartbeats if (beat.label, beat.at) == place]
-    more = f" and {len(ranks) - max_shown} more" if len(ranks) > max_shown else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:max_shown]))}{more}"
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}{more}"

@@ -182,7 +182,6 @@ def _row(names: Sequence[str], shapes: Sequence[tuple[int, ...]], tp: int, rank:
 
 REPLICATED = Cut(whole_of, whole_of, split=False)
 COLUMN = Cut(_column, _column)
-GATE_UP = COLUMN
 ROW = Cut(_row, _row)
 
 

@@ -51,8 +51,8 @@ def assign_all(holders: Sequence[int], num_replicas: int) -> list[list[int]]:
 class PastLengths:
     """Mean response length of each prompt when it was last sampled, used as the next expected length."""
 
-    def __init__(self, means: dict[int, float] | None = None):
-        self.means = means or {}
+    def __init__(self) -> None:
+        self.means: dict[int, float] = {}
         """Index of the prompt -> tokens."""
 
     def note(self, indices: Sequence[int], groups: Sequence[int], lengths: Sequence[int]) -> None:

@@ -37,16 +37,6 @@ Predictions = Sequence[Sequence[str | None]]
 """For each prompt, the extracted answers of its k samples; None, blank or INVALID where a sample has none."""
 
 
-def mean_at(values: np.ndarray) -> np.ndarray:
-    """Return mean@k: the mean over the k samples."""
-    return np.asarray(values, dtype=np.float64).mean(axis=1)
-
-
-def std_at(values: np.ndarray) -> np.ndarray:
-    """Return std@k: the standard deviation over the k samples, with denominator k, as in verl."""
-    return np.asarray(values, dtype=np.float64).std(axis=1)
-
-
 def best_at(values: np.ndarray, n: int) -> np.ndarray:
     """Return best@n: the expected maximum of n of the k samples, drawn without replacement.
 
@@ -106,25 +96,20 @@ def majorities(values: np.ndarray, predictions: Predictions, n: int, *, seed: in
 
 
 def validation_metrics(
-    values: Mapping[str, ValuesOfVariables],
-    predictions: Mapping[str, Predictions] | None = None,
-    *,
-    core: str = "acc",
-    seed: int = 0,
+    values: Mapping[str, ValuesOfVariables], predictions: Mapping[str, Predictions] | None = None
 ) -> dict[str, float]:
-    """Return all statistics of all data sources, averaged over their prompts, under verl's names.
+    """Return all statistics of all data sources, averaged over their prompts, under verl's names. `val-core`
+    has acc, or for a source without it score.
 
     values: data source -> variable -> for each prompt float [k], with one k per source. NaN marks a sample
         that lacks the variable. A variable with NaNs has only mean@k, taken over the samples that have the
         variable. If no sample has it, there is no metric.
     predictions: data source -> extracted answers, where the reward function gives answers (`pred`). Without
         answers, or if all are None, there is no maj@n.
-    core: the variable reported under `val-core`. A source without this variable reports `score` there.
-    seed: seed of the random subsets of maj@n.
     """
     metrics: dict[str, float] = {}
     for source, variables in values.items():
-        core_variable = core if core in variables else "score"
+        core_variable = "acc" if "acc" in variables else "score"
         answers = (predictions or {}).get(source)
         if answers is not None and all(answer is None for row in answers for answer in row):
             answers = None
@@ -132,14 +117,14 @@ def validation_metrics(
             stacked = np.stack([np.asarray(row, dtype=np.float64) for row in rows])
             is_core = variable == core_variable
             k = stacked.shape[1]
-            for name, value in _statistics(stacked, answers if is_core else None, seed).items():
+            for name, value in _statistics(stacked, answers if is_core else None).items():
                 at_k = name.split("/")[0] in (f"mean@{k}", f"best@{k}", f"maj@{k}")
                 section = "val-core" if is_core and at_k else "val-aux"
                 metrics[f"{section}/{source}/{variable}/{name}"] = value
     return metrics
 
 
-def _statistics(values: np.ndarray, predictions: Predictions | None, seed: int) -> dict[str, float]:
+def _statistics(values: np.ndarray, predictions: Predictions | None) -> dict[str, float]:
     """Return statistic -> mean over the prompts, for one variable of one data source, float [P, k]."""
     k = values.shape[1]
     missing = np.isnan(values)
@@ -148,16 +133,16 @@ def _statistics(values: np.ndarray, predictions: Predictions | None, seed: int) 
             row[~absent].mean() for row, absent in zip(values, missing, strict=True) if not absent.all()
         ]
         return {f"mean@{k}": float(np.mean(prompts))} if prompts else {}
-    found = {f"mean@{k}": mean_at(values)}
+    found = {f"mean@{k}": values.mean(axis=1)}
     if k > 1:
-        found[f"std@{k}"] = std_at(values)
+        found[f"std@{k}"] = values.std(axis=1)  # with denominator k, as in verl
     for n in _subset_sizes(k):
         found[f"best@{n}/mean"] = best_at(values, n)
         found[f"best@{n}/std"] = best_std_at(values, n)
         found[f"worst@{n}/mean"] = worst_at(values, n)
         found[f"worst@{n}/std"] = worst_std_at(values, n)
         if predictions is not None:
-            voted = majorities(values, predictions, n, seed=seed)
+            voted = majorities(values, predictions, n)
             found[f"maj@{n}/mean"], found[f"maj@{n}/std"] = voted.mean(axis=1), voted.std(axis=1)
     return {name: float(per_prompt.mean()) for name, per_prompt in found.items()}
 

@@ -46,9 +46,9 @@ def gather_objects(
     ]
 
 
-def gather_texts(own: Iterable[str], group: dist.ProcessGroup | None = None) -> list[str]:
-    """Return the texts of all ranks, each once, in the order of the group's ranks."""
-    return list(dict.fromkeys(text for texts in gather_objects(list(own), group) for text in texts))
+def gather_texts(own: Iterable[str]) -> list[str]:
+    """Return the texts of all ranks, each once, in the order of the ranks."""
+    return list(dict.fromkeys(text for texts in gather_objects(list(own)) for text in texts))
 
 
 def broadcast_object(

@@ -239,12 +239,11 @@ def plan_minibatch(
     *,
     dp: int,
     max_tokens: int,
-    cost: Cost = Cost(),
     shared_prefix: bool = True,
     multiple: int = 1,
 ) -> MicroBatchPlan:
     """Return `plan_micro_batches` for these samples of a batch."""
-    work = Workload.of_batch(batch, cost=cost, shared_prefix=shared_prefix)
+    work = Workload.of_batch(batch, cost=Cost(), shared_prefix=shared_prefix)
     return plan_micro_batches(
         work,
         indices=samples,

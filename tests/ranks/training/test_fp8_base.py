@@ -7,7 +7,7 @@ import torch
 
 from rl.features.adapters.fp8_base import quantised
 from rl.models.boxes import index, whole
-from rl.models.layout import GATE_UP, ROW, Weight, assemble, cuts_fp8_blocks, qkv
+from rl.models.layout import COLUMN, ROW, Weight, assemble, cuts_fp8_blocks, qkv
 from rl.training.weights import dequantised
 from tests import bounds
 from tests.checkpoints import SIZES, save_tiny
@@ -36,7 +36,7 @@ def values_of(matrix: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["gate_up", "row", "qkv"])
 def test_values_depend_on_layouts_only_if_blocks_are_cut(kind, size, tp):
     cut, shapes = {
-        "gate_up": (GATE_UP, ((size, 200), (size, 200))),
+        "gate_up": (COLUMN, ((size, 200), (size, 200))),
         "row": (ROW, ((200, size),)),
         "qkv": (qkv(8, 4, size // 8), ((size, 200), (size // 2, 200), (size // 2, 200))),
     }[kind]

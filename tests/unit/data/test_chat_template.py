@@ -26,14 +26,14 @@ def test_variables_of_the_config_reach_the_template(family):
     plain = copy.deepcopy(tokenizer_of(family))
     plain.chat_template = template or plain.chat_template
     changed = copy.deepcopy(plain)
-    set_variables(changed, variables, key="data.template_kwargs")
+    set_variables(changed, variables)
     for appends in (False, True):
         options = dict(tokenize=False, add_generation_prompt=appends)
         expected = plain.apply_chat_template([QUESTION], **options, **variables)
         assert changed.apply_chat_template([QUESTION], **options) == expected
     assert plain.apply_chat_template([QUESTION], **options) != expected
     with pytest.raises(ValueError, match="data.template_kwargs has enable_thought=False, but the chat temp"):
-        set_variables(changed, {"enable_thought": False}, key="data.template_kwargs")
+        set_variables(changed, {"enable_thought": False})
 
 
 CLOCKS = {"%H:%M": "the time of day", "%S": "the time of day", "%d %b %Y": "today's date", "always": ""}
@@ -53,5 +53,5 @@ def test_prompts_do_not_depend_on_the_time_of_their_rendering(form, caplog):
     else:
         MessageReader(template)
         assert ("writes today's date into each prompt" in caplog.text) == bool(template.clock)
-    set_variables(tokenizer, {"now": "12:00"}, key="data.template_kwargs")
+    set_variables(tokenizer, {"now": "12:00"})
     assert ChatTemplate(tokenizer).clock == ""

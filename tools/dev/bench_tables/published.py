@@ -30,7 +30,6 @@ H20 = dict(gpu_memory_gib=96.0, tflops=148.0, hbm_gb_s=4000.0)
 GB200 = dict(
     gpu_memory_gib=186.0, tflops=2500.0, hbm_gb_s=8000.0, nvlink_gb_s=900.0, pcie_gb_s=200.0, ranks_per_node=4
 )
-IN_HOST = Optimizer(moments="bfloat16", host_share=1.0)
 PROMPT = 150
 """Assumed mean tokens of a prompt of OpenMathInstruct-2 with NeMo-RL's template."""
 TOLERANCE = 0.25
@@ -64,8 +63,6 @@ class Published:
     prompt: float = PROMPT
     longest_prompt: int = 512
     eager: bool = False
-    generation_s: float | None = None
-    """Published seconds of generation."""
 
     def config(self) -> Config:
         roles = Roles(
@@ -165,7 +162,6 @@ RUNS = [
         "deepseek-v3",
         gpus=96,
         step_s=1700,
-        generation_s=1050,
         longest=10240,
         mean=1960 + 200,
         prompt=200,
