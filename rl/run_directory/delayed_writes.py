@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,10 @@ class DelayedWrites:
         """
         self._waiting.append((name, write))
         self.retry(num_bytes)
+
+    def append(self, step: int, line: str, *, sync: bool = False) -> None:
+        """Append the record of a step to the file with `append_line`. It may wait, as in `add`."""
+        self.add(f"step {step}", partial(append_line, self._path, line, sync=sync), len(line) + 1)
 
     def retry(self, num_bytes: int = 0) -> None:
         """Do the waiting writes, up to the first OSError."""

@@ -7,13 +7,13 @@ different hashes tell by their sums whether the numbers differ by rounding or by
 
 import json
 import zlib
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rl.run_directory.delayed_writes import DelayedWrites, append_line
+from rl.run_directory.delayed_writes import DelayedWrites
 from rl.run_directory.metric_log import STEP, parse_record
 
 FILE_NAME = "digests.jsonl"
@@ -59,13 +59,11 @@ class DigestLog:
     """Writes the file of a run. For rank 0 only; not collective."""
 
     def __init__(self, run_dir: str | Path):
-        self._path = Path(run_dir, FILE_NAME)
-        self._writes = DelayedWrites(self._path)
+        self._writes = DelayedWrites(Path(run_dir, FILE_NAME))
 
     def append(self, step: int, digests: dict[str, Any]) -> None:
         """Append the digests of a step, by stage. If the disk is full, keep them and try again later."""
-        line = json.dumps({STEP: step} | digests)
-        self._writes.add(f"step {step}", partial(append_line, self._path, line), len(line) + 1)
+        self._writes.append(step, json.dumps({STEP: step} | digests))
 
     def close(self) -> None:
         self._writes.close()

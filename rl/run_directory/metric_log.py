@@ -12,11 +12,10 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl.run_directory.delayed_writes import DelayedWrites, append_line
+from rl.run_directory.delayed_writes import DelayedWrites
 
 if TYPE_CHECKING:
     from rl.run_directory.trackers import TrackerThread
@@ -78,7 +77,7 @@ class MetricLog:
         keep_lines_up_to(path, resume_step)
         self.last_step = max((record[STEP] for record in read_records(path)), default=-1)
         """Step of the last record."""
-        self._path, self._writes = path, DelayedWrites(path)
+        self._writes = DelayedWrites(path)
         self._not_finite: set[str] = set()
         self._followers = followers
         for follower in followers:
@@ -102,8 +101,7 @@ class MetricLog:
             if not math.isfinite(value):
                 self._warn_not_finite(name, value, step)
             record[name] = value if math.isfinite(value) else None
-        line = json.dumps(record, allow_nan=False)
-        self._writes.add(f"step {step}", partial(append_line, self._path, line), len(line) + 1)
+        self._writes.append(step, json.dumps(record, allow_nan=False))
         for follower in self._followers:
             follower.note(step)
 

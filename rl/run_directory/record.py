@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rl.config.options import to_yaml
@@ -133,16 +133,13 @@ def versions() -> dict:
     }
 
 
-def package_versions() -> dict[str, str]:
-    """Return the versions of the installed packages among PACKAGES."""
-    return {name: version for name in PACKAGES if (version := _version(name))}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def package_versions(names: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of the named packages that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _git(*arguments: str) -> str | None:

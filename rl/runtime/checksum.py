@@ -26,11 +26,11 @@ def bit_sum(tensor: Tensor) -> Tensor:
     the number of elements allows it, the integers are words of 8 bytes, because a CPU adds such words 20
     times as fast. Otherwise each element is one integer.
     """
-    bits = _bits(tensor.contiguous()).view(-1)
-    ratio = 8 // bits.element_size()
-    if bits.numel() % ratio:
-        return bits.sum(dtype=torch.int64)
-    return (bits if not bits.storage_offset() % ratio else bits.clone()).view(torch.int64).sum()
+    own = bits(tensor.contiguous()).view(-1)
+    ratio = 8 // own.element_size()
+    if own.numel() % ratio:
+        return own.sum(dtype=torch.int64)
+    return (own if not own.storage_offset() % ratio else own.clone()).view(torch.int64).sum()
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def placed_checksums(parts: Sequence[Tensor], starts: Sequence[Sequence[int]]) -
     if not order:
         return torch.zeros(0, dtype=torch.int64)
     at = torch.tensor([_place(part, start) for part, start in zip(parts, starts)], device=parts[0].device)
-    found = [_checksums(_bits(_stacked(parts, numbers)), at[numbers]) for numbers in order]
+    found = [_checksums(bits(_stacked(parts, numbers)), at[numbers]) for numbers in order]
     places = torch.tensor([number for numbers in order for number in numbers]).argsort()
     return torch.cat(found)[places.to(found[0].device)]
 
@@ -96,7 +96,7 @@ def different(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
     firsts, seconds = [pairs[number][0] for number in rest], [pairs[number][1] for number in rest]
     numbers, found = [], []
     for some in buckets(firsts):
-        differ = _bits(_stacked(firsts, some)) != _bits(_stacked(seconds, some))
+        differ = bits(_stacked(firsts, some)) != bits(_stacked(seconds, some))
         found.append(differ.reshape(len(some), -1).any(1))
         numbers += [rest[number] for number in some]
     bad = torch.cat(found).tolist() if found else []
@@ -110,29 +110,29 @@ def _stacked(parts: Sequence[Tensor], numbers: list[int]) -> Tensor:
     )
 
 
-def _bits(values: Tensor) -> Tensor:
+def bits(values: Tensor) -> Tensor:
     """Return the elements' memory as integers of their size."""
     return values.detach().view(INTEGERS[values.element_size()])
 
 
 def _equal(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors in host memory have the same bits; by words of 8 bytes if they allow it."""
-    pair = [_bits(first), _bits(second)]
+    pair = [bits(first), bits(second)]
     ratio = 8 // pair[0].element_size()
     if all(x.is_contiguous() and not x.numel() % ratio and not x.storage_offset() % ratio for x in pair):
         pair = [x.view(-1).view(torch.int64) for x in pair]
     return torch.equal(*pair)
 
 
-def _checksums(bits: Tensor, starts: Tensor) -> Tensor:
+def _checksums(own: Tensor, starts: Tensor) -> Tensor:
     """Return the checksum of each of n integer tensors of one shape, int64 [n].
 
-    bits: [n, ...]. starts: row and column of the first element of each, int64 [n, 2].
+    own: [n, ...]. starts: row and column of the first element of each, int64 [n, 2].
     """
-    tables = bits.reshape(len(bits), -1, bits.shape[-1]) if bits.ndim > 1 else bits.reshape(-1, 1, 1)
-    totals = torch.zeros(len(bits), dtype=torch.int64, device=bits.device)
+    tables = own.reshape(len(own), -1, own.shape[-1]) if own.ndim > 1 else own.reshape(-1, 1, 1)
+    totals = torch.zeros(len(own), dtype=torch.int64, device=own.device)
     for sums, first, factor in zip(_line_sums(tables), (starts[:, :1], starts[:, 1:]), (FACTOR, 1)):
-        places = torch.arange(1, 1 + sums.shape[1], device=bits.device) + first
+        places = torch.arange(1, 1 + sums.shape[1], device=own.device) + first
         totals += (sums * places).sum(1) * factor
     return totals
 

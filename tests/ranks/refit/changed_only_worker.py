@@ -17,7 +17,7 @@ import torch.distributed as dist  # noqa: E402
 from rl.config.schema import Config, Model, Refit, Rollout, Training  # noqa: E402
 from rl.features.roles.link import Link  # noqa: E402
 from rl.models import architecture, read_hf_config  # noqa: E402
-from rl.refit.transfer import bits  # noqa: E402
+from rl.runtime.checksum import bits  # noqa: E402
 from rl.runtime.device import choose_device  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
 from rl.training.spec import ModelSpec  # noqa: E402

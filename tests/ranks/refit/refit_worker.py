@@ -27,12 +27,13 @@ from rl.config.schema import Config, Data, Model, Rollout, Training, resolve  # 
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.layout import VOCAB, index, padded_vocab, vocab_multiple  # noqa: E402
 from rl.models.placement import RolloutPlacement, count_experts  # noqa: E402
-from rl.refit import gather, transfer  # noqa: E402
+from rl.refit import gather  # noqa: E402
 from rl.refit.gather import RefitMismatch  # noqa: E402
 from rl.refit.refit import check_refit, refit  # noqa: E402
 from rl.refit.values import values_of  # noqa: E402
 from rl.rollout.engine import RolloutEngine  # noqa: E402
 from rl.rollout.vllm_model import ServedModel  # noqa: E402
+from rl.runtime import checksum  # noqa: E402
 from rl.runtime.session import session  # noqa: E402
 from rl.training.engine import TrainingEngine  # noqa: E402
 from rl.training.spec import ModelSpec  # noqa: E402
@@ -159,7 +160,7 @@ def contents(engine) -> dict:
 
 
 def differing(engine, expected: dict) -> list[str]:
-    bits = transfer.bits
+    bits = checksum.bits
     return [
         name for name, found in engine.weights().items() if not torch.equal(bits(found), bits(expected[name]))
     ]
