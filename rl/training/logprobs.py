@@ -10,6 +10,7 @@ here are the CPU path and the reference in tests of the kernels.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,47 +56,55 @@ def linear_logprobs(
     """
     keep = torch.is_grad_enabled() and len(targets) <= chunk
     wanted = ("entropy" in outputs, "sum_p_squared" in outputs)
-    results = _LinearLogprobs.apply(
-        hidden, weight, targets, temperature, vocab_size, group, chunk, wanted, keep, logits_filter, cap
-    )
-    found = dict(zip(OUTPUTS, results))
+    head = _Head(temperature, vocab_size, group, chunk, wanted, keep, logits_filter, cap)
+    found = dict(zip(OUTPUTS, _LinearLogprobs.apply(hidden, weight, targets, head)))
     return tuple(found[name] for name in outputs)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """The distribution p = softmax(hidden @ weight.T / temperature), as in `linear_logprobs`."""
+
+    temperature: float
+    vocab_size: int
+    group: dist.ProcessGroup
+    chunk: int
+
+
+@dataclass(frozen=True)
+class _Head(Softmax):
+    wanted: tuple[bool, bool]
+    """Whether (the entropy, the sum of squares) is requested."""
+    keep: bool
+    """Whether the backward pass reuses the logits."""
+    logits_filter: LogitsFilter | None
+    cap: float | None
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        vocab_size: int,
-        group: dist.ProcessGroup,
-        chunk: int,
-        wanted: tuple[bool, bool],
-        keep: bool,
-        logits_filter: LogitsFilter | None,
-        cap: float | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        first_row, rows = own_rows(weight, vocab_size, group)
+        first_row, rows = own_rows(weight, head.vocab_size, head.group)
         local_targets = targets - first_row
         local_targets = torch.where(local_targets < rows, local_targets, -1).clamp_(min=-1)
         statistics, _ = _functions(hidden)
-        found = hidden.new_zeros(3 + sum(wanted), len(targets), dtype=torch.float32)
+        found = hidden.new_zeros(3 + sum(head.wanted), len(targets), dtype=torch.float32)
         found[0].fill_(torch.finfo(torch.float32).min)  # the maximum over no rows
-        local = None if logits_filter is None else logits_filter.on_rows(first_row, rows, hidden.device)
+        kept = head.logits_filter
+        local = None if kept is None else kept.on_rows(first_row, rows, hidden.device)
         saved = None
-        for start in range(0, len(targets) if rows else 0, chunk):
-            part = slice(start, start + chunk)
-            logits = _capped(hidden[part] @ weight[:rows].T, cap)
+        for start in range(0, len(targets) if rows else 0, head.chunk):
+            part = slice(start, start + head.chunk)
+            logits = _capped(hidden[part] @ weight[:rows].T, head.cap)
             if local is not None:
                 local.restrict(logits, part)
-            statistics(logits, temperature, local_targets[part], wanted, found[:, part])
-            saved = logits if keep else None
-        logprobs, lse, entropy, squares = _combine(found, targets // len(weight), group, wanted)
+            statistics(logits, head.temperature, local_targets[part], head.wanted, found[:, part])
+            saved = logits if head.keep else None
+        logprobs, lse, entropy, squares = _combine(found, targets // len(weight), head.group, head.wanted)
         ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, saved)
-        ctx.temperature, ctx.real_rows, ctx.chunk, ctx.filter, ctx.cap = temperature, rows, chunk, local, cap
+        ctx.head, ctx.real_rows, ctx.filter = head, rows, local
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -107,7 +116,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, local_targets, lse, entropy, saved = ctx.saved_tensors
         gradient = _functions(hidden)[1]
-        rows, chunk = weight[: ctx.real_rows], ctx.chunk
+        rows, chunk, cap = weight[: ctx.real_rows], ctx.head.chunk, ctx.head.cap
         one_chunk = len(hidden) <= chunk
         grad_hidden = torch.empty_like(hidden) if ctx.real_rows else torch.zeros_like(hidden)
         dtype = weight.dtype if one_chunk else torch.float32  # several chunks are summed in float32
@@ -115,13 +124,13 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if learns else None
         for start in range(0, len(hidden) if ctx.real_rows else 0, chunk):
             part = slice(start, start + chunk)
-            logits = _capped(hidden[part] @ rows.T, ctx.cap) if saved is None else saved
+            logits = _capped(hidden[part] @ rows.T, cap) if saved is None else saved
             if ctx.filter is not None and saved is None:
                 ctx.filter.restrict(logits, part)
-            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).clamp(min=-1.0).square()
+            slope = None if cap is None else 1 - (logits / cap).clamp(min=-1.0).square()
             grad = gradient(
                 logits,
-                ctx.temperature,
+                ctx.head.temperature,
                 local_targets[part],
                 lse[part],
                 None if grad_logprobs is None else grad_logprobs[part],
@@ -137,7 +146,7 @@ class _LinearLogprobs(torch.autograd.Function):
             else:
                 add_product(grad_weight[: ctx.real_rows], grad.T, hidden[part])
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 9
+        return grad_hidden, grad_weight, None, None
 
 
 def statistics(

@@ -265,19 +265,11 @@ class BitwisePolicy(Policy):
         """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise equal to the engine's."""
         assert logits_filter is None, "the bitwise log-softmax is over the whole vocabulary"
         assert cap is None, "no model with Megatron's layers caps its logits"
-
-        def of(compute: Callable) -> Callable:
-            return partial(
-                compute,
-                targets=targets,
-                temperature=temperature,
-                vocab_size=vocab_size,
-                group=group,
-                chunk=chunk,
-                outputs=outputs,
-            )
-
-        return bitwise(of(_logprobs), of(linear_logprobs), hidden, weight)
+        softmax: dict[str, Any] = dict(
+            temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk
+        )
+        options = dict(targets=targets, outputs=outputs, **softmax)
+        return bitwise(partial(_logprobs, **options), partial(linear_logprobs, **options), hidden, weight)
 
 
 def _logprobs(

@@ -30,7 +30,7 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.distillation import Divergence
 from rl.training.extras import HeadOutput
-from rl.training.logprobs import FLOOR, add_product, gathered, own_rows, scaled_logits
+from rl.training.logprobs import FLOOR, Softmax, add_product, gathered, own_rows, scaled_logits
 from rl.training.packing import MicroBatch
 from rl.training.parts import TrainerPart
 
@@ -65,8 +65,8 @@ def linear_divergence(
     Rows from vocab_size on, the padding, have probability 0. Both passes compute the logits of both models.
     The forward pass is collective over `group`; the backward pass is not.
     """
-    options = divergence, temperature, vocab_size, group, chunk
-    return _Whole.apply(hidden, weight, teacher_hidden, teacher_weight, *options)
+    softmax = Softmax(temperature, vocab_size, group, chunk)
+    return _Whole.apply(hidden, weight, teacher_hidden, teacher_weight, divergence, softmax)
 
 
 class _Whole(torch.autograd.Function):
@@ -78,33 +78,31 @@ class _Whole(torch.autograd.Function):
         teacher_hidden: Tensor,
         teacher_weight: Tensor,
         divergence: Divergence,
-        temperature: float,
-        vocab_size: int,
-        group: dist.ProcessGroup,
-        chunk: int,
+        softmax: Softmax,
     ) -> Tensor:
-        real_rows = own_rows(weight, vocab_size, group)[1]
+        real_rows = own_rows(weight, softmax.vocab_size, softmax.group)[1]
         found = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         totals = torch.zeros_like(found)
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            x = scaled_logits(hidden[part], weight, real_rows, temperature)
-            y = scaled_logits(teacher_hidden[part], teacher_weight, real_rows, temperature)
+        for start in range(0, len(hidden), softmax.chunk):
+            part = slice(start, start + softmax.chunk)
+            x = scaled_logits(hidden[part], weight, real_rows, softmax.temperature)
+            y = scaled_logits(teacher_hidden[part], teacher_weight, real_rows, softmax.temperature)
             local = torch.stack([x.logsumexp(-1), y.logsumexp(-1)])
-            totals[:, part] = gathered(local, group).logsumexp(0)
+            totals[:, part] = gathered(local, softmax.group).logsumexp(0)
             log_p, log_q = x.sub_(totals[0, part, None]), y.sub_(totals[1, part, None])
             terms, slopes = divergence(log_p, log_q)
             found[:, part] = torch.stack([terms.sum(-1), slopes.sum(-1)])
         if len(hidden):  # the same on all ranks of the group
-            dist.all_reduce(found, group=group)
+            dist.all_reduce(found, group=softmax.group)
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, totals, found[1])
-        ctx.options = divergence, temperature, real_rows, chunk
+        ctx.options = divergence, real_rows, softmax
         return found[0].clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, teacher_hidden, teacher_weight, totals, slope_sums = ctx.saved_tensors
-        divergence, temperature, real_rows, chunk = ctx.options
+        divergence, real_rows, softmax = ctx.options
+        temperature = softmax.temperature
 
         def gradient(part: slice) -> Tensor:
             log_p = scaled_logits(hidden[part], weight, real_rows, temperature).sub_(totals[0, part, None])
@@ -112,7 +110,7 @@ class _Whole(torch.autograd.Function):
             slopes = divergence(log_p, log_q.sub_(totals[1, part, None]))[1]
             return slopes - log_p.exp() * slope_sums[part, None]
 
-        return *_through_head(ctx, gradient, upstream / temperature, chunk), *[None] * 7
+        return *_through_head(ctx, gradient, upstream / temperature, softmax.chunk), *[None] * 4
 
 
 def top_k_divergence(
@@ -139,7 +137,8 @@ def top_k_divergence(
     ids: int64 [T, k]. log_q: float32 [T, k + 1], log-probs of these tokens and of all other tokens together
     (`top_k`). Other arguments and collectives as for `linear_divergence`.
     """
-    return _TopK.apply(hidden, weight, ids, log_q, divergence, temperature, vocab_size, group, chunk)
+    softmax = Softmax(temperature, vocab_size, group, chunk)
+    return _TopK.apply(hidden, weight, ids, log_q, divergence, softmax)
 
 
 class _TopK(torch.autograd.Function):
@@ -151,33 +150,32 @@ class _TopK(torch.autograd.Function):
         ids: Tensor,
         log_q: Tensor,
         divergence: Divergence,
-        temperature: float,
-        vocab_size: int,
-        group: dist.ProcessGroup,
-        chunk: int,
+        softmax: Softmax,
     ) -> Tensor:
-        first, real_rows = own_rows(weight, vocab_size, group)
+        first, real_rows = own_rows(weight, softmax.vocab_size, softmax.group)
         rows = ids - first
         # A token of another rank gets the place after the last row.
         places = torch.where((rows >= 0) & (rows < real_rows), rows, len(weight))
         local = torch.empty_like(log_q)
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
-            x = F.pad(scaled_logits(hidden[part], weight, real_rows, temperature), (0, 1), value=FLOOR)
+        for start in range(0, len(hidden), softmax.chunk):
+            part = slice(start, start + softmax.chunk)
+            x = scaled_logits(hidden[part], weight, real_rows, softmax.temperature)
+            x = F.pad(x, (0, 1), value=FLOOR)
             local[part, :-1] = x.gather(1, places[part])
             local[part, -1] = x.scatter_(1, places[part], FLOOR).logsumexp(-1)
-        scores = gathered(local, group).logsumexp(0)
+        scores = gathered(local, softmax.group).logsumexp(0)
         total = scores.logsumexp(-1, keepdim=True)
         log_p = scores - total
         terms, slopes = divergence(log_p, log_q)
         ctx.save_for_backward(hidden, weight, places, slopes, log_p, total)
-        ctx.options = temperature, real_rows, chunk
+        ctx.options = real_rows, softmax
         return terms.sum(-1)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, places, slopes, log_p, total = ctx.saved_tensors
-        temperature, real_rows, chunk = ctx.options
+        real_rows, softmax = ctx.options
+        temperature = softmax.temperature
         slope_sums = slopes.sum(-1, keepdim=True)
         chosen = (slopes - log_p.exp() * slope_sums)[:, :-1]
         # The other tokens share one slope; each token's share is p_i / (sum of p of all other tokens).
@@ -188,7 +186,7 @@ class _TopK(torch.autograd.Function):
             share = x.sub_(total[part] + log_p[part, -1:]).clamp_(max=0.0).exp_()
             return share.mul_(of_others[part]).scatter_(1, places[part], chosen[part])[:, :-1]
 
-        return *_through_head(ctx, gradient, upstream / temperature, chunk), *[None] * 7
+        return *_through_head(ctx, gradient, upstream / temperature, softmax.chunk), *[None] * 4
 
 
 def top_k(
