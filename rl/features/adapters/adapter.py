@@ -105,7 +105,7 @@ class Adapters(TrainerPart):
         if first.pre_process:
             first.embedding.register_forward_hook(_require_gradient)
         in_parts: bool = first.config.sequence_parallel
-        self._sums: dict[tuple[str, ...], _Sum] = {}
+        self._sums: dict[tuple[str, ...], AdapterSum] = {}
         self._gathered: dict[tuple[str, ...], Tensor] = {}
         """Whole matrices A of sharded layers, by their names, since the last call of `merging`."""
         of_module = defaultdict(list)
@@ -113,9 +113,9 @@ class Adapters(TrainerPart):
             name = base.local_name(weight, base.grid.pp_rank)
             module_name, _, leaf = name.rpartition(".")
             module, number = model.get_submodule(module_name), leaf.removeprefix("weight")
-            own = _add_parameters(module, number, pairs, base, in_parts)
+            own = add_parameters(module, number, pairs, base, in_parts)
             parameters |= {f"{module_name}.{kind}": parameter for kind, parameter in own.items()}
-            found = self._sums[weight.hf] = _Sum(
+            found = self._sums[weight.hf] = AdapterSum(
                 weight,
                 pairs,
                 module,
@@ -131,12 +131,7 @@ class Adapters(TrainerPart):
                 assert isinstance(module, AdaptedWeight)
                 (module.adapter,) = sums
                 continue
-            if isinstance(module, torch.nn.Linear):
-                module.register_forward_hook(_plain(sums[0]))
-            elif hasattr(module, "num_gemms"):
-                module.register_forward_hook(_grouped(sums))
-            else:
-                module.register_forward_hook(_single(sums[0]))
+            module.register_forward_hook(hook_of(module, sums))
         weights = [weight for pair in self.pairs for weight in pair.weights]
         self.learned_map = base.over([*weights, *head], parameters)
         mark_split_weights(self.learned_map)
@@ -364,7 +359,7 @@ class Adapters(TrainerPart):
         return merged
 
 
-class _Sum:
+class AdapterSum:
     """Computes the sum that the adapters of one Megatron parameter add to the output of its layer."""
 
     def __init__(
@@ -436,7 +431,7 @@ class _Sum:
             first += rank
         return whole, torch.cat(blocks, -2).index_select(-2, self._rows)
 
-    def stacked(self, others: Sequence["_Sum"]) -> tuple[Tensor, Tensor]:
+    def stacked(self, others: Sequence["AdapterSum"]) -> tuple[Tensor, Tensor]:
         """Return A [E, n r, in] and B [E, out, n r] of E experts of one layer. others: all E of them."""
         a = [torch.stack(parts) for parts in zip(*(other._a for other in others))]
         b = [None if None in parts else torch.stack(parts) for parts in zip(*(other._b for other in others))]
@@ -545,7 +540,7 @@ class _Sum:
         return tensor_parallel.copy_to_tensor_model_parallel_region(part, group=self._group)
 
 
-def _add_parameters(
+def add_parameters(
     module: torch.nn.Module, number: str, pairs: Sequence[LowRank], base: WeightMap, sequence_parallel: bool
 ) -> dict[str, Parameter]:
     """Add the parameters of one weight's adapters to the weight's module; return them by name.
@@ -605,7 +600,14 @@ def _exchange(by_columns: bool, *, sequence_parallel: bool) -> Callable[..., Ten
     return tensor_parallel.copy_to_tensor_model_parallel_region
 
 
-def _plain(added: _Sum) -> Callable[..., Tensor]:
+def hook_of(module: torch.nn.Module, sums: Sequence[AdapterSum]) -> Callable[..., Any]:
+    """Return the forward hook that adds the outputs of the adapters of a layer's weights."""
+    if isinstance(module, torch.nn.Linear):
+        return _plain_hook(sums[0])
+    return grouped_hook(sums) if hasattr(module, "num_gemms") else _single_hook(sums[0])
+
+
+def _plain_hook(added: AdapterSum) -> Callable[..., Tensor]:
     """Return a hook for a linear layer of torch."""
 
     def hook(module: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
@@ -614,7 +616,7 @@ def _plain(added: _Sum) -> Callable[..., Tensor]:
     return hook
 
 
-def _single(added: _Sum) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def _single_hook(added: AdapterSum) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return a hook for a module with one weight."""
 
     def hook(module: Any, args: tuple, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
@@ -625,7 +627,7 @@ def _single(added: _Sum) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return hook
 
 
-def _grouped(added: Sequence[_Sum]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def grouped_hook(added: Sequence[AdapterSum]) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """Return a hook for Transformer Engine's layer of several experts.
 
     The hook's second argument is the number of tokens of each expert. One grouped product serves all experts.

@@ -16,7 +16,7 @@ import torch
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Training
-from rl.features.adapters.adapter import Adapters, _grouped
+from rl.features.adapters.adapter import Adapters, grouped_hook
 from rl.models import read_hf_config
 from rl.runtime.session import session
 from rl.training.engine import TrainingEngine
@@ -81,7 +81,7 @@ def count(event) -> int:
 
 def compare(module, sums) -> dict:
     """Return the largest relative difference of both hooks from the second in float64, and more."""
-    together, each = _grouped(sums), one_by_one(sums)
+    together, each = grouped_hook(sums), one_by_one(sums)
     found, again, single = passes(module, together), passes(module, together), passes(module, each)
     dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
     exact, _ = passes(module.double(), each)
