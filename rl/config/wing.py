@@ -77,7 +77,7 @@ FEATURES = {
         doors={"inputs": "reading:TeacherInputs", "teaching": "teaching:Teaching"},
     ),
     "adapters": Entry(
-        "adapters", engine="slots:parts", trainer="adapter:parts", doors={"export": "peft:export_peft"}
+        "adapters", engine="slots:parts", trainer="trainer:parts", doors={"export": "peft:export_peft"}
     ),
     "fp8_engine": Entry("rollout.quantization=fp8", engine="staged_refit:parts"),
     "kv_offload": Entry("rollout.kv_offload_gib", engine="kv_offload:parts"),

@@ -16,7 +16,7 @@ TIMES = r"RefitMismatch: on rank 0, the values of \S+ for the engine contain -?[
 
 def merge_as(bug: Bug, wrong) -> None:
     """Give the engine `wrong(merged, weight, parameter)` in place of merged weights."""
-    from rl.features.adapters.adapter import Adapters
+    from rl.features.adapters.trainer import Adapters
 
     @bug.replaces(Adapters, "merging")
     def other(merging, self):
@@ -60,7 +60,7 @@ def adapter_merged_with_another_scale(bug: Bug) -> None:
 @caught_by(IN_ENGINE, TIMES)
 def merged_weights_of_an_earlier_step(bug: Bug) -> None:
     """Merging did not change the weights that were saved; rewards before and after training were equal."""
-    from rl.features.adapters.adapter import Adapters
+    from rl.features.adapters.trainer import Adapters
 
     merging, kept = Adapters.merging, {}
 
@@ -141,7 +141,7 @@ def scale_of_the_adapter_applied_twice(bug: Bug) -> None:
 
 @exhibit("Tencent-Hunyuan/UniRL#155", overrides=BESIDE)
 @caught_by(IN_ENGINE, TIMES)
-@replaces("rl.features.adapters.adapter._scaled")
+@replaces("rl.features.adapters.trainer._scaled")
 def scale_of_the_adapter_lost(bug: Bug, scaled, scale, weight, parameter):
     """A renamed layer lost its alpha on the way, so the engine applied the adapter with a scale of 1."""
     return parameter

@@ -23,7 +23,7 @@ AUDITS: dict[str, tuple[str, ...]] = {
     "rl/data/reading.py": ("row_bytes",),
     "rl/data/responses_again.py": (),
     "rl/faults/agreement.py": ("check_replicas", "check_master_weights"),
-    "rl/features/adapters/adapter.py": (
+    "rl/features/adapters/trainer.py": (
         "SUM_ERROR",
         "COMPARED_ROWS",
         "WrongLearning",

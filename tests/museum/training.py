@@ -307,7 +307,7 @@ def experts_scaled(bug: Bug) -> None:
 
 @exhibit("huggingface/peft#1893", overrides=("adapter.kind=lora", "adapter.rank=4"), at=1)
 @caught_by("backward pass", BACKWARD)
-@replaces("rl.features.adapters.adapter.AdapterSum.add")
+@replaces("rl.features.adapters.layers.AdapterSum.add")
 def adapter_gradients_scaled(bug: Bug, add, self, x, out, bias):
     """The gradients of adapters had an unknown constant factor."""
     change = add(self, x, out, bias) - out

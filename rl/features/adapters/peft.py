@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from rl.checkpoint.contents import exported_checksums
 from rl.checkpoint.hf import NewDirectory, differing, raise_problem
-from rl.features.adapters.adapter import Adapters
+from rl.features.adapters.trainer import Adapters
 from rl.models.files import save_tensors
 from rl.models.layout import Weight
 from rl.models.peft import CONFIG, TENSORS, peft_config

@@ -14,7 +14,7 @@ import sys
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Optimizer, Training
-from rl.features.adapters.adapter import Adapters
+from rl.features.adapters.trainer import Adapters
 from rl.features.drafts.mtp import MtpPart
 from rl.features.transformers_backend.part import ByClass
 from rl.features.vision.tower import VisionTower

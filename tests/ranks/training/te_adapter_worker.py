@@ -23,7 +23,7 @@ from megatron_groups import new_grid  # noqa: E402
 
 from rl.config.adapter import Adapter  # noqa: E402
 from rl.config.schema import Training  # noqa: E402
-from rl.features.adapters.adapter import Adapters  # noqa: E402
+from rl.features.adapters.trainer import Adapters  # noqa: E402
 from rl.models import read_hf_config  # noqa: E402
 from rl.models.adapters import PREFIX  # noqa: E402
 from rl.runtime.session import session  # noqa: E402

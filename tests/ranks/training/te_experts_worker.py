@@ -16,7 +16,8 @@ import torch
 
 from rl.config.adapter import Adapter
 from rl.config.schema import Training
-from rl.features.adapters.adapter import Adapters, grouped_hook
+from rl.features.adapters.layers import grouped_hook
+from rl.features.adapters.trainer import Adapters
 from rl.models import read_hf_config
 from rl.runtime.session import session
 from rl.training.engine import TrainingEngine
