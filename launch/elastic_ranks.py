@@ -147,7 +147,8 @@ def import_all(number: int, arguments: list[str]) -> dict[str, str]:
     """Import the modules that a rank of this config imports; return the environment variables set
     meanwhile."""
     from rl.config.command_line import parse_command_line
-    from rl.config.schema import Config, load_config, needs_engine
+    from rl.config.needs import needs_engine
+    from rl.config.schema import Config, load_config
     from rl.runtime.ranks import Ranks as World
     from rl.runtime.transformers_import import keep_scan
     from train_rl import prepare_environment

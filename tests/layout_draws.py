@@ -18,8 +18,9 @@ import torch
 
 from rl.config.declarations import shipped
 from rl.config.exclusions import check_exclusions
+from rl.config.objective import LOSSES
 from rl.config.options import ConfigError
-from rl.config.schema import LOSSES, load_config
+from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.objectives.aggregate import MODES

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl.config.schema import Config, needs_engine
+from rl.config.needs import needs_engine
+from rl.config.schema import Config
 from rl.run_directory.record import package_versions
 
 ROOT = Path(__file__).resolve().parents[1]

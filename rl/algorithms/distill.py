@@ -30,7 +30,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rl.config.schema import Config, needs_feedback
+from rl.config.needs import needs_feedback
+from rl.config.schema import Config
 from rl.data.batch import Batch, concatenate
 from rl.objectives.aggregate import aggregate
 from rl.phases.phases import Phases

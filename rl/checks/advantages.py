@@ -15,7 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from rl.checks.batches import CheckFailed, place
-from rl.config.schema import Config, Objective
+from rl.config.objective import Objective
+from rl.config.schema import Config
 from rl.config.terms import AdaptiveEntropy
 from rl.data.batch import COLUMNS, Batch
 

@@ -26,7 +26,8 @@ from rl.checks.slope import SlopeCheck
 from rl.checks.staleness import check_staleness
 from rl.checks.updates import UpdateChecks, WrongLearningRate, check_coverage, expected_rate
 from rl.config.declarations import shipped
-from rl.config.schema import Config, algorithm_of
+from rl.config.needs import algorithm_of
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.faults.agreement import check_master_weights, check_replicas

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rl.checks.batches import CheckFailed, token_place
-from rl.config.schema import Objective
+from rl.config.objective import Objective
 from rl.data.batch import Batch
 
 SHARE = 0.1

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rl.checks.batches import CheckFailed
 from rl.checks.selection import check_selection, selects_by
-from rl.config.schema import Config, Optimizer, learns_from_samples
+from rl.config.needs import learns_from_samples
+from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.runtime.collectives import gather_objects, sum_over_world
 from rl.training.audit import is_sampled

@@ -18,21 +18,13 @@ from rl.config.elastic_checks import check_elastic, check_limits
 from rl.config.exclusions import check_exclusions
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
+from rl.config.needs import algorithm_of, learns_from_samples, needs_sampling_masks, uses_teacher
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
 from rl.config.reward_sources import check_sources
 from rl.config.role_checks import check_roles
-from rl.config.schema import (
-    Config,
-    Rollout,
-    Run,
-    algorithm_of,
-    learns_from_samples,
-    needs_sampling_masks,
-    uses_teacher,
-    whole_run,
-)
+from rl.config.schema import Config, Rollout, Run, whole_run
 from rl.config.sweep_checks import check_points
 from rl.config.teacher_checks import check_teacher
 from rl.config.trace import check_trace

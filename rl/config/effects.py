@@ -11,8 +11,9 @@ from typing import Any
 
 from rl.config.declarations import describe
 from rl.config.features import NAMED, algorithms_with, is_on, setting
+from rl.config.objective import ADVANTAGES, LOSSES, Objective
 from rl.config.options import ConfigError, build, flatten, listed, read, show
-from rl.config.schema import ADVANTAGES, LOSSES, Config, Objective, Preference, whole_run
+from rl.config.schema import Config, Preference, whole_run
 
 VALIDATE = "leave it out, or set data.val, validation.every and validation.greedy=true"
 

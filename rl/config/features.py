@@ -9,10 +9,7 @@ from dataclasses import dataclass, fields
 from functools import reduce
 
 from rl.config.declarations import Formula, describe, shipped
-from rl.config.options import as_text, flatten
-from rl.config.schema import (
-    Config,
-    Preference,
+from rl.config.needs import (
     algorithm_of,
     generates_held_out,
     has_prediction_head,
@@ -24,8 +21,9 @@ from rl.config.schema import (
     needs_sampling_masks,
     uses_teacher,
     validates,
-    whole_run,
 )
+from rl.config.options import as_text, flatten
+from rl.config.schema import Config, Preference, whole_run
 from rl.models import trains_class
 
 CLASS = "a class of transformers"

@@ -11,10 +11,11 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from rl.config.adapter_checks import check_layers
+from rl.config.needs import algorithm_of, learns, learns_from_data, needs_engine
 from rl.config.options import ConfigError, listed
 from rl.config.role_checks import role_ranks
 from rl.config.rollout import Rollout
-from rl.config.schema import Config, Training, algorithm_of, learns, learns_from_data, needs_engine
+from rl.config.schema import Config, Training
 from rl.models import BITWISE, architecture
 from rl.models.by_class import MARK
 from rl.models.fp8_blocks import cut_blocks, quantised_weights

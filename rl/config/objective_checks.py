@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterable
 
 from rl.config.declarations import NEEDS, describe, formula_of, shipped
+from rl.config.needs import algorithm_of
+from rl.config.objective import Objective
 from rl.config.options import ConfigError, listed
-from rl.config.schema import Config, Objective, algorithm_of
+from rl.config.schema import Config
 
 COSTLY = frozenset({"critic", "greedy_baseline", "implicit_reward"})
 """Needs that an algorithm provides for one advantage estimator; with another estimator they would be

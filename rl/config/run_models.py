@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rl.config.features import CLASS, is_on
-from rl.config.schema import (
-    Config,
-    Optimizer,
+from rl.config.needs import (
     algorithm_of,
     keeps_reference,
     learns,
@@ -14,6 +12,7 @@ from rl.config.schema import (
     needs_reward,
     uses_teacher,
 )
+from rl.config.schema import Config, Optimizer
 from rl.models import by_class, rope
 
 

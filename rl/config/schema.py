@@ -2,45 +2,35 @@
 range.
 
 A configuration is built by `rl.config.options` from dataclass defaults <- the algorithm's own <- the YAML
-file <- dotted overrides; `rl.config.checks` rejects what does not fit together. Keys of single advantage
-estimators and losses are declared in their files and added to the section `objective`. This module imports
-neither torch nor Megatron nor vLLM, so that `--help` and a config error take a fraction of a second.
+file <- dotted overrides; `rl.config.checks` rejects what does not fit together, and `rl.config.needs` says
+what a run needs. This module imports neither torch nor Megatron nor vLLM, so that `--help` and a config error
+take a fraction of a second.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from rl.config.adapter import Adapter
 from rl.config.agents import Agents
 from rl.config.consequences import Consequence, consequences
 from rl.config.correction import RolloutCorrection
-from rl.config.declarations import Algorithm, Formula, describe, formula_of, formulas, literal_dict
+from rl.config.declarations import describe
 from rl.config.elastic import Elastic, JobLimits
 from rl.config.limits import AgreementConfig, Memory, WatchdogConfig
-from rl.config.options import OWN_FUNCTION, ConfigError, Files, build, flatten, last_file, read
+from rl.config.objective import Objective
+from rl.config.options import ConfigError, Files, build, flatten, last_file, read
 from rl.config.paths import expand_paths
-from rl.config.ranges import (
-    AT_LEAST_ONE,
-    FINITE,
-    FRACTION,
-    NOT_NEGATIVE,
-    PORT,
-    POSITIVE,
-    PROBABILITY,
-    TEMPERATURE,
-)
+from rl.config.ranges import AT_LEAST_ONE, FRACTION, NOT_NEGATIVE, PORT, POSITIVE, TEMPERATURE
 from rl.config.reward import Reward
 from rl.config.roles import Roles
 from rl.config.rollout import Rollout
 from rl.config.sweep import Sweep
 from rl.config.teachers import Teacher
-from rl.config.terms import AdaptiveEntropy, Preference, RewardKl
+from rl.config.terms import Preference
 from rl.config.trace import Trace
 from rl.config.training import Optimizer, Training
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -203,88 +193,6 @@ class DynamicSampling:
     has."""
     prompts_per_round: Annotated[int, NOT_NEGATIVE] = 0
     """Prompts drawn per round. 0: `data.prompts_per_step`."""
-
-
-ADVANTAGES, LOSSES = formulas("advantages"), formulas("losses")
-"""Config name -> declarations of each advantage estimator, and of each loss."""
-
-if TYPE_CHECKING:
-    Advantage = str
-    PolicyLoss = str
-    Aggregation = str
-    KlEstimator = str
-else:
-    Advantage = Literal[("none", *ADVANTAGES, OWN_FUNCTION)]
-    PolicyLoss = Literal[("none", *LOSSES, OWN_FUNCTION)]
-    Aggregation = Literal[tuple(literal_dict("aggregate", "MODES"))]
-    KlEstimator = Literal[tuple(literal_dict("kl", "ESTIMATORS"))]
-
-
-def with_declared_keys(cls: type[T]) -> type[T]:
-    """Add the keys that the files of advantage estimators and losses declare as fields of the section
-    `objective`."""
-    for described in (ADVANTAGES, LOSSES):
-        for formula in described.values():
-            for option in formula.options:
-                key, text = option.name, formula.docs[option.name]
-                readers = ", ".join(name for name, other in described.items() if key in other.reads)
-                assert key not in cls.__annotations__, f"objective.{key} is declared twice"
-                cls.__annotations__[key] = option.type
-                given: dict[str, Any] = {"default": option.default, "default_factory": option.default_factory}
-                made = field(**given, metadata={"doc": f"{readers}: {text[0].lower()}{text[1:]}"})
-                setattr(cls, key, made)
-    return cls
-
-
-@dataclass
-@with_declared_keys
-class Objective:
-    """Policy gradient: advantage, loss and mean. docs/algorithms.md has the formulas."""
-
-    advantage: Advantage = "none"
-    """Advantage estimator. Each algorithm sets its own; none: the algorithm has no policy gradient. A
-    function of your file, such as `f(rewards, groups, *, eps=1e-6)`, returns one number per sample, floating
-    [N]; with the parameter `lengths` one per response token, [T]. Parameters before the * are columns of the
-    batch."""
-    loss: PolicyLoss = "none"
-    """Policy loss per token. Each algorithm sets its own; none: as for `advantage`. A function of your file,
-    such as `f(logprobs, old_logprobs, advantages, mask, *, eps=0.2)`, gets the response tokens of a
-    micro-batch, float32 [R] each, and returns (loss of each token [R], {metric: sum over the tokens})."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of an advantage or a loss that is a function in your file (`advantage`, `loss`)."""
-    aggregation: Aggregation = "token-mean"
-    """Mean that reduces token losses to one number; denominators are global over the mini-batch."""
-    clip_low: Annotated[float, FRACTION] = 0.2
-    """The probability ratio is clipped from below at 1 - clip_low."""
-    clip_high: Annotated[float, NOT_NEGATIVE] = 0.2
-    """The probability ratio is clipped from above at 1 + clip_high."""
-    kl_coef: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Weight of the KL divergence from the reference policy in the loss. 0: no reference policy is kept for
-    it."""
-    kl_estimator: KlEstimator = "k3"
-    """Estimator of that divergence (Schulman, 'Approximating KL divergence'); with + the gradient is k2's.
-    k3-weighted, DeepSeek-V3.2's, is unbiased also for samples of an older policy."""
-    entropy_coef: Annotated[float, FINITE] = 0.0
-    """Weight of the entropy bonus; the initial one if it is adaptive."""
-    adaptive_entropy: AdaptiveEntropy = field(default_factory=AdaptiveEntropy)
-    off_policy_mask: Annotated[float, NOT_NEGATIVE] = 0.0
-    """Set the loss of tokens with a negative advantage to 0 in samples with a mean of log(p_sampling / p)
-    above this, in nats. The mean is over a sample's tokens, p is under the current weights (DeepSeek-V3.2).
-    0: off."""
-    top_entropy: Annotated[float, PROBABILITY] = 1.0
-    """Share of the mini-batch's tokens that have a policy loss. These are the tokens of the highest entropy.
-    The loss of all other tokens is 0 (80/20 rule: 0.2). Below 1 each update needs another forward pass."""
-    reward_kl: RewardKl = field(default_factory=RewardKl)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, key: str) -> Any:
-            """Return the value of a key that the file of an estimator or loss declares."""
-
-    @property
-    def chosen(self) -> tuple[Formula | None, Formula | None]:
-        """Declarations of the advantage estimator and of the loss; None where the name is none."""
-        return formula_of("advantages", self.advantage), formula_of("losses", self.loss)
 
 
 @dataclass
@@ -535,113 +443,4 @@ def whole_run(config: Config) -> Config:
         config,
         run=replace(config.run, mode="train"),
         data=replace(config.data, val=["dropped"]) if dropped else config.data,
-    )
-
-
-def algorithm_of(config: Config) -> Algorithm:
-    """Return the declarations of the algorithm's file."""
-    return describe(config.algorithm)
-
-
-def learns(config: Config) -> bool:
-    """Return whether models learn in this mode, or would in the run that it stores samples for."""
-    return config.run.mode != "evaluate"
-
-
-def learns_from_samples(config: Config) -> bool:
-    """Return whether the algorithm trains on responses that the policy generates."""
-    return "samples" in algorithm_of(config).needs
-
-
-def needs_sampling_masks(config: Config) -> bool:
-    """Return whether the policy's distributions are renormalised over the tokens that the engine kept."""
-    return learns_from_samples(config) and config.rollout.truncates and not config.rollout.biased_truncation
-
-
-def generates_batches(config: Config) -> bool:
-    """Return whether the policy generates the samples of the steps."""
-    return learns_from_samples(config) and config.run.mode not in ("evaluate", "train_only")
-
-
-def needs_engine(config: Config) -> bool:
-    """Return whether a generation engine is built, for training or for validation."""
-    return generates_batches(config) or generates_held_out(config)
-
-
-def has_prediction_head(config: Config) -> bool:
-    """Return whether the trainer holds the policy's head for multi-token prediction."""
-    return config.training.mtp.head_lr > 0 or config.rollout.draft.method == "mtp"
-
-
-def validates(config: Config) -> bool:
-    """Return whether the run validates on held-out prompts."""
-    return bool(config.data.val and config.validation.every) and config.run.mode != "train_only"
-
-
-def generates_held_out(config: Config) -> bool:
-    """Return whether validation generates and scores responses."""
-    return validates(config) and (config.validation.greedy or config.validation.samples_per_prompt > 0)
-
-
-def needs_reward(config: Config) -> bool:
-    """Return whether responses are scored, in training or in validation."""
-    return scores_training(config) or generates_held_out(config)
-
-
-def scores_training(config: Config) -> bool:
-    """Return whether responses to the training prompts are scored."""
-    learns = "reward" in algorithm_of(config).needs or needs_feedback(config)
-    return learns and config.run.mode not in ("evaluate", "train_only")
-
-
-def needs_reference(config: Config) -> bool:
-    """Return whether the policy that the run starts from is kept."""
-    objective = config.objective
-    return "reference" in algorithm_of(config).needs or objective.kl_coef > 0 or objective.reward_kl.coef > 0
-
-
-def keeps_reference(config: Config) -> bool:
-    """Return whether the policy that the run starts from is kept, as a reference or as a teacher."""
-    is_teacher = uses_teacher(config) and config.teacher.self_taught == "initial"
-    return needs_reference(config) or is_teacher
-
-
-def uses_teacher(config: Config) -> bool:
-    """Return whether the policy learns from the section `teacher`."""
-    if not learns(config):
-        return False
-    return "teacher" in algorithm_of(config).needs or config.teacher.advantage_coef > 0
-
-
-def learns_from_data(config: Config) -> bool:
-    """Return whether the algorithm trains on the data's own responses."""
-    shares = config.teacher.student_share + config.teacher.teacher_share
-    return "responses" in algorithm_of(config).needs or (
-        "teacher" in algorithm_of(config).needs and shares < 1 - 1e-9
-    )
-
-
-def needs_feedback(config: Config) -> bool:
-    """Return whether the prompt of a self-taught policy has what the reward function says."""
-    teacher = config.teacher
-    return uses_teacher(config) and teacher.self_taught != "none" and "{feedback}" in teacher.template
-
-
-def needs_early_logprobs(config: Config) -> bool:
-    """Return whether something reads the old policy's log-probs before the first update of a step.
-
-    If nothing does, a step with one update needs no separate forward pass: the update's own forward pass uses
-    the same weights. Early readers are the KL penalty in the reward, some advantage estimators, losses
-    that select tokens, rejections (they change the loss denominators), an adaptive weight of the entropy
-    bonus (it needs the entropy), and algorithms that declare "old_logprobs" in NEEDS.
-    """
-    estimator, loss = config.objective.chosen
-    return (
-        "old_logprobs" in algorithm_of(config).needs
-        or config.objective.reward_kl.coef > 0
-        or config.teacher.advantage_coef > 0
-        or (estimator is not None and not estimator.columns.isdisjoint({"old_logprobs", "sum_p_squared"}))
-        or (loss is not None and "selected_tokens" in loss.columns)
-        or bool(config.rollout_correction.rejections)
-        or config.objective.adaptive_entropy.target > 0
     )

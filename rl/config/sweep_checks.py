@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rl.config.needs import algorithm_of
 from rl.config.options import (
     ConfigError,
     Files,
@@ -18,7 +19,7 @@ from rl.config.options import (
 from rl.config.paths import literal
 from rl.config.point_names import name_of, short_names
 from rl.config.run_models import run_models
-from rl.config.schema import Config, algorithm_of, load_config
+from rl.config.schema import Config, load_config
 from rl.config.sweep import Sweep
 
 VARYING = (

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rl.config.features import CLASS, is_on
+from rl.config.needs import needs_engine
 from rl.config.options import ConfigError, flatten
-from rl.config.schema import Config, needs_engine
+from rl.config.schema import Config
 from rl.dry_run.estimate import Estimate, changed, planned
 
 LEAST_SHARE = 0.05

@@ -13,7 +13,8 @@ import sys
 
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
-from rl.config.schema import learns_from_samples, load_config
+from rl.config.needs import learns_from_samples
+from rl.config.schema import load_config
 from rl.dry_run import hardware
 from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate

@@ -6,8 +6,9 @@ from typing import Literal
 
 from rl.config.adapter_checks import check_layers
 from rl.config.exclusions import check_exclusions
+from rl.config.needs import needs_engine
 from rl.config.options import ConfigError
-from rl.config.schema import Config, needs_engine
+from rl.config.schema import Config
 from rl.dry_run.generation import Lengths
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.memory import (

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from rl.config.checks import check
 from rl.config.layout_checks import divisors
+from rl.config.needs import needs_engine
 from rl.config.options import ConfigError
-from rl.config.schema import Config, needs_engine
+from rl.config.schema import Config
 from rl.dry_run.changes import Change, fitting, with_values
 from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.hardware import Hardware

@@ -15,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rl.config.features import CLASS, is_on
+from rl.config.needs import algorithm_of, needs_engine
 from rl.config.role_checks import role_ranks
-from rl.config.schema import Config, Optimizer, algorithm_of, needs_engine
+from rl.config.schema import Config, Optimizer
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.images import tower_bytes, without_frozen_tower
 from rl.dry_run.parameters import CountedWeight, StageCount, buffer_elements, count_engine, count_stages

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from rl.config.adapter_checks import adapters_of
 from rl.config.layout_checks import check_architecture, check_has_experts, check_judge, check_layout
+from rl.config.needs import has_prediction_head, needs_engine, validates
 from rl.config.options import ConfigError
 from rl.config.run_models import RunModel, hf_config_of, run_models
-from rl.config.schema import Config, has_prediction_head, needs_engine, validates
+from rl.config.schema import Config
 from rl.dry_run.parameters import CountedWeight, count_parameters, group_parts
 from rl.models import (
     SUPPORTED,

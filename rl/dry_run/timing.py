@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rl.config.schema import Config, algorithm_of, needs_early_logprobs, needs_reference, uses_teacher
+from rl.config.needs import algorithm_of, needs_early_logprobs, needs_reference, uses_teacher
+from rl.config.schema import Config
 from rl.dry_run.generation import Lengths, engines_of, generation_seconds, work_of
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.images import encoding_seconds, images_of

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rl.config.adapter import Adapter
+from rl.config.needs import needs_engine
 from rl.config.run_models import RunModel, run_models
-from rl.config.schema import Config, needs_engine
+from rl.config.schema import Config
 from rl.engines.inputs import Inputs
 from rl.engines.rollout_engines import build_frozen, build_rollout, check_device, frozen_engines
 from rl.engines.training_parts import training_parts

@@ -11,11 +11,7 @@ from rl.config import wing
 from rl.config.adapter_checks import adapters_of
 from rl.config.functions import load_function
 from rl.config.layout_checks import check_has_experts, check_judge, check_layout
-from rl.config.options import ConfigError
-from rl.config.reward_sources import RewardPlan, make_plan
-from rl.config.run_models import RunModel, hf_config_of, run_models
-from rl.config.schema import (
-    Config,
+from rl.config.needs import (
     algorithm_of,
     has_prediction_head,
     learns,
@@ -25,6 +21,10 @@ from rl.config.schema import (
     needs_reward,
     validates,
 )
+from rl.config.options import ConfigError
+from rl.config.reward_sources import RewardPlan, make_plan
+from rl.config.run_models import RunModel, hf_config_of, run_models
+from rl.config.schema import Config
 from rl.data.chat_template import kept_ids, set_variables
 from rl.data.curriculum import CurriculumOrder, load_order
 from rl.data.preferences import Labelled, PreferencePair, load_labelled, load_preferences

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from rl.config import wing
 from rl.config.adapter import Adapter
+from rl.config.needs import needs_reward
 from rl.config.options import ConfigError
 from rl.config.rollout import Rollout
-from rl.config.schema import Config, needs_reward
+from rl.config.schema import Config
 from rl.models import read_hf_config
 from rl.models.sizes import has_delta_nets, num_experts
 from rl.rollout.engine import RolloutEngine

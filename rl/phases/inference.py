@@ -6,7 +6,8 @@ from torch import Tensor
 
 from rl.checks.checks import Checks
 from rl.checks.rounding import rounded_again
-from rl.config.schema import Config, needs_reference
+from rl.config.needs import needs_reference
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from rl.checks.checks import Checks
 from rl.config.correction import RolloutCorrection
-from rl.config.schema import Config, needs_early_logprobs
+from rl.config.needs import needs_early_logprobs
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.phases.batch_metrics import engine_gap, token_mean
 from rl.phases.correction import loss_weights, weigh

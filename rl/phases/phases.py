@@ -16,7 +16,8 @@ from rl.checks.advantages import check_kl_coef
 from rl.checks.batches import check_sides
 from rl.checks.checks import Checks
 from rl.config.declarations import shipped
-from rl.config.schema import Config, algorithm_of
+from rl.config.needs import algorithm_of
+from rl.config.schema import Config
 from rl.data.batch import Batch, data_responses, given_responses, mismatch, pair_up
 from rl.data.preferences import Labelled, PreferencePair
 from rl.data.prompts import Prompt

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from rl.checks.objective import check_loss
 from rl.config.functions import UsersError, call, check_parameters, companion, load_function
+from rl.config.objective import Objective
 from rl.config.options import ConfigError
-from rl.config.schema import Config, Objective
+from rl.config.schema import Config
 from rl.config.terms import AdaptiveEntropy
 from rl.data.batch import COLUMNS, Batch
 from rl.objectives import top_entropy

@@ -21,8 +21,9 @@ import torch
 
 from rl.checks.staleness import check_staleness
 from rl.config.declarations import shipped
+from rl.config.needs import needs_sampling_masks
 from rl.config.options import ConfigError
-from rl.config.schema import Config, needs_sampling_masks
+from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.held import SAMPLING_MASKS, ColumnBytes
 from rl.data.prompts import Prompt

@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rl.checks.grades import Grades
+from rl.config.needs import needs_feedback
 from rl.config.options import ConfigError
-from rl.config.schema import Config, needs_feedback
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.chat_template import ChatTemplate, kept_ids
 from rl.data.messages import Messages

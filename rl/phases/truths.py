@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from rl.config.agent_plan import AgentPlan
 from rl.config.functions import companion
-from rl.config.schema import Config, generates_held_out, scores_training
+from rl.config.needs import generates_held_out, scores_training
+from rl.config.schema import Config
 from rl.data.prompts import GROUND_TRUTH, Prompt
 from rl.data.reading import read_row
 from rl.engines.inputs import Inputs

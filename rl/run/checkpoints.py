@@ -9,8 +9,9 @@ from rl.checkpoint.rng import reseed_rng
 from rl.checkpoint.start import Start, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.checks.model_files import check_function, wrong_export
+from rl.config.needs import learns
 from rl.config.options import ConfigError
-from rl.config.schema import Config, learns
+from rl.config.schema import Config
 from rl.phases.phases import Phases
 from rl.rollout.sampling import seed_of
 from rl.run.changes import check_changes, contents

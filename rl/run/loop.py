@@ -16,7 +16,8 @@ from rl import algorithms
 from rl.checkpoint.contents import weight_sums
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config import wing
-from rl.config.schema import Config, generates_batches
+from rl.config.needs import generates_batches
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together

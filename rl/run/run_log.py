@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from rl.checkpoint.directory import Saved
-from rl.config.schema import Config, generates_batches, generates_held_out, learns, learns_from_samples
+from rl.config.needs import generates_batches, generates_held_out, learns, learns_from_samples
+from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
 from rl.data.prompts import num_shared
 from rl.data.rendering import note_of_strings, warn_of_unlike_prompts

@@ -6,7 +6,8 @@ from functools import partial
 
 from rl.checks.updates import check_specs
 from rl.config import wing
-from rl.config.schema import Config, learns, needs_reward
+from rl.config.needs import learns, needs_reward
+from rl.config.schema import Config
 from rl.data.prompts import end_token_ids
 from rl.engines.engines import Engines, build_engines, finish_imports
 from rl.engines.inputs import Inputs

@@ -11,8 +11,9 @@ from pathlib import Path
 import yaml
 
 from rl.config.declarations import shipped
+from rl.config.needs import validates
 from rl.config.options import ConfigError, listed
-from rl.config.schema import Config, validates
+from rl.config.schema import Config
 
 
 @cache

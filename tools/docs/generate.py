@@ -23,8 +23,9 @@ from rl.config import declarations  # noqa: E402
 from rl.config.command_line import tree_docs  # noqa: E402
 from rl.config.exclusions import exclusions  # noqa: E402
 from rl.config.features import algorithms_with  # noqa: E402
+from rl.config.objective import ADVANTAGES, LOSSES  # noqa: E402
 from rl.config.options import flatten, last, parent, show, tree_keys, type_name  # noqa: E402
-from rl.config.schema import ADVANTAGES, LOSSES, Config, Preference  # noqa: E402
+from rl.config.schema import Config, Preference  # noqa: E402
 from tools.docs.curves import draw, stored  # noqa: E402
 from tools.docs.house import house  # noqa: E402
 from tools.docs.tables import formula_tables, metric_lists, plain_text, wrapped  # noqa: E402

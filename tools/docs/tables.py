@@ -3,7 +3,7 @@
 import textwrap
 
 from rl.config.declarations import Formula, literal_dict
-from rl.config.schema import ADVANTAGES, LOSSES, Objective
+from rl.config.objective import ADVANTAGES, LOSSES, Objective
 from rl.run_directory.named_metrics import metrics
 
 

@@ -26,8 +26,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from rl.checks.batches import CheckFailed
+from rl.config.needs import has_prediction_head
 from rl.config.run_models import RunModel
-from rl.config.schema import Config, Training, has_prediction_head
+from rl.config.schema import Config, Training
 from rl.data.batch import Batch
 from rl.models import mtp
 from rl.models.layout import Weight

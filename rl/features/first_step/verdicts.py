@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.checks.rounding import WARNED, RoundingNoise
 from rl.config.durations import seconds_of
-from rl.config.schema import Config, algorithm_of, learns_from_samples, uses_teacher
+from rl.config.needs import algorithm_of, learns_from_samples, uses_teacher
+from rl.config.schema import Config
 from rl.data.batch import Batch, segment_counts
 from rl.data.special_tokens import decode, special_ids
 from rl.run_directory.view import duration

@@ -18,7 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from rl.config.schema import Config, algorithm_of
+from rl.config.needs import algorithm_of
+from rl.config.schema import Config
 from rl.data.batch import fingerprint
 from rl.data.prompts import Prompt
 from rl.features.roles.messages import Begin, NextBatch, TrainerMessage, TrainerMessages

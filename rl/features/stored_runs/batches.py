@@ -5,8 +5,9 @@ import json
 import numpy as np
 import torch
 
+from rl.config.needs import needs_feedback
 from rl.config.options import ConfigError
-from rl.config.schema import Config, needs_feedback
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.run.rollout_writer import FILE_COLUMNS, STORED

@@ -24,8 +24,9 @@ from rl import algorithms
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.config import wing
 from rl.config.adapter_checks import adapters_of
+from rl.config.needs import needs_engine, needs_reward
 from rl.config.options import ConfigError
-from rl.config.schema import Config, needs_engine, needs_reward
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.curriculum import load_order
 from rl.engines.engines import Engines, build_engines, build_policy, finish_imports, offload_of

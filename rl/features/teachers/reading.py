@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from rl.config.layout_checks import check_positions
+from rl.config.needs import algorithm_of, needs_sampling_masks
 from rl.config.options import ConfigError
 from rl.config.run_models import RunModel
-from rl.config.schema import Config, algorithm_of, needs_sampling_masks
+from rl.config.schema import Config
 from rl.data.prompts import Prompt, load_tokenizer
 from rl.models import read_hf_config
 

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rl.config.schema import Config, needs_feedback
+from rl.config.needs import needs_feedback
+from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.data.contexts import check_context, in_context
 from rl.data.prompts import Prompt, end_token_ids

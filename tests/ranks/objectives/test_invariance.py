@@ -13,8 +13,9 @@ import torch
 
 from rl.config.checks import check
 from rl.config.exclusions import check_exclusions
+from rl.config.objective import ADVANTAGES, LOSSES
 from rl.config.options import ConfigError
-from rl.config.schema import ADVANTAGES, LOSSES, load_config
+from rl.config.schema import load_config
 from rl.objectives.aggregate import MODES
 from rl.objectives.kl import ESTIMATORS
 from tests import bounds

@@ -20,7 +20,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from rl.algorithms import load  # noqa: E402
-from rl.config.schema import load_config, needs_early_logprobs  # noqa: E402
+from rl.config.needs import needs_early_logprobs  # noqa: E402
+from rl.config.schema import load_config  # noqa: E402
 from rl.data.batch import Batch  # noqa: E402
 from rl.engines.engines import Engines, build_policy  # noqa: E402
 from rl.engines.memory import MemorySharing  # noqa: E402

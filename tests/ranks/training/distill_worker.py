@@ -23,7 +23,8 @@ from gradient_worker import config_of, fixed_batch
 from transformers import AutoModelForCausalLM
 
 from rl.algorithms import distill
-from rl.config.schema import Config, Objective
+from rl.config.objective import Objective
+from rl.config.schema import Config
 from rl.config.teachers import Teacher
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt

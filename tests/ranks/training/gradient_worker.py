@@ -19,7 +19,8 @@ from functools import partial
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from rl.config.schema import Config, Data, Model, Objective, Optimizer, Rollout, Training, resolve
+from rl.config.objective import Objective
+from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training, resolve
 from rl.data.batch import Batch
 from rl.engines.engines import build_policy
 from rl.models import read_hf_config

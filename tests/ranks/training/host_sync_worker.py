@@ -20,7 +20,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from rl.config.schema import Config, Objective, Optimizer, resolve
+from rl.config.objective import Objective
+from rl.config.schema import Config, Optimizer, resolve
 from rl.data.batch import Batch
 from rl.models import read_hf_config
 from rl.phases.policy_gradient import policy_loss

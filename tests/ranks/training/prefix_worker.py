@@ -21,7 +21,8 @@ from gradient_worker import config_of
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from rl.algorithms import dpo
-from rl.config.schema import LOSSES, Optimizer
+from rl.config.objective import LOSSES
+from rl.config.schema import Optimizer
 from rl.data.batch import Batch
 from rl.models import read_hf_config
 from rl.phases.policy_gradient import policy_loss

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from rl.config.schema import LOSSES
+from rl.config.objective import LOSSES
 from rl.models import SUPPORTED, VISION
 from tests.checkpoints import PARTICULAR, save_qwen2, save_qwen2_classifier, save_tiny
 from tests.spawn import run_ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rl.config.schema import LOSSES
+from rl.config.objective import LOSSES
 from tests import bounds
 from tests.checkpoints import SIZES, save_qwen2, save_tiny
 from tests.spawn import run_ranks

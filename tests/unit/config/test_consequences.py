@@ -4,8 +4,9 @@ import pytest
 
 from rl.config.checks import check
 from rl.config.consequences import CONSEQUENCES
+from rl.config.objective import LOSSES
 from rl.config.options import ConfigError, flatten
-from rl.config.schema import LOSSES, derived_keys, load_config
+from rl.config.schema import derived_keys, load_config
 
 DATA = ("model.path=m", "data.train=[d]")
 ROLES = ("roles.train=0-0", "roles.rollout=1-1")

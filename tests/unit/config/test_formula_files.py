@@ -5,9 +5,10 @@ import pytest
 
 from rl.config.checks import check
 from rl.config.declarations import read_formula
+from rl.config.objective import ADVANTAGES, LOSSES
 from rl.config.options import ConfigError
 from rl.config.ranges import POSITIVE
-from rl.config.schema import ADVANTAGES, LOSSES, load_config
+from rl.config.schema import load_config
 from rl.phases.policy_gradient import check_formulas, policy_loss
 from tests.each import each
 

@@ -3,8 +3,9 @@
 import pytest
 
 from rl.config.checks import check
+from rl.config.needs import needs_engine, needs_reward, validates
 from rl.config.options import ConfigError
-from rl.config.schema import load_config, needs_engine, needs_reward, validates
+from rl.config.schema import load_config
 
 GENERATE = "run.mode=rollout_only logging.rollouts=all"
 LEARN = "run.mode=train_only run.rollouts=runs/one run.dir=runs/two"

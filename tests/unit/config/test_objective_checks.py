@@ -4,8 +4,9 @@ import pytest
 
 from rl.config.checks import check
 from rl.config.declarations import NEEDS, describe, shipped
+from rl.config.objective import ADVANTAGES, LOSSES, Objective
 from rl.config.options import ConfigError
-from rl.config.schema import ADVANTAGES, LOSSES, Objective, load_config
+from rl.config.schema import load_config
 from tests.configs import config_with, refusal
 from tests.each import each
 from tests.spawn import ROOT

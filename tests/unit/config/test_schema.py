@@ -8,9 +8,10 @@ from rl.config.checks import check
 from rl.config.command_line import help_text, tree_docs
 from rl.config.declarations import describe
 from rl.config.layout_checks import check_layout
+from rl.config.needs import needs_early_logprobs
 from rl.config.options import ConfigError, flatten, load, to_yaml, tree_keys, without_none
 from rl.config.ranges import ranges_of
-from rl.config.schema import FIRST_KEYS, Config, changed, load_config, needs_early_logprobs, resolve
+from rl.config.schema import FIRST_KEYS, Config, changed, load_config, resolve
 from tests.configs import config_with, refusal
 from tests.each import each
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rl.config.checks import check
-from rl.config.schema import keeps_reference, learns_from_data, needs_early_logprobs, needs_reward
+from rl.config.needs import keeps_reference, learns_from_data, needs_early_logprobs, needs_reward
 from tests.configs import config_with, refusal
 
 

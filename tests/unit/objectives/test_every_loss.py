@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl.config.declarations import formulas
-from rl.config.schema import Objective
+from rl.config.objective import Objective
 from rl.objectives.aggregate import MODES, aggregate
 from tests.each import each
 

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
+from rl.config.objective import ADVANTAGES
 from rl.config.options import ConfigError
-from rl.config.schema import ADVANTAGES
 from rl.objectives.advantages.gdpo import gdpo
 from rl.objectives.advantages.opo import opo
 from rl.phases.policy_gradient import advantages

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl.config.functions import UsersError
-from rl.config.schema import LOSSES
+from rl.config.objective import LOSSES
 from rl.data.batch import Batch
 from rl.objectives import rollout_correction
 from rl.objectives.aggregate import MODES, aggregate

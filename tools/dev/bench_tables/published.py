@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rl.config.objective import Objective
 from rl.config.roles import Roles
-from rl.config.schema import Config, Data, Model, Objective, Optimizer, Rollout, Training
+from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training
 from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.generation import engines_of, generation_seconds, work_of
 from rl.dry_run.hardware import Hardware
