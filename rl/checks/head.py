@@ -18,7 +18,7 @@ from rl.checks.batches import CheckFailed
 from rl.runtime.collectives import gather_texts
 from rl.training.engine import TrainingEngine
 from rl.training.extras import LogitsFilter
-from rl.training.logprobs import FLOOR, gathered, linear_logprobs, own_rows
+from rl.training.logprobs import FLOOR, Softmax, gathered, linear_logprobs
 
 TOKENS, ROWS = 64, 1024
 """Number of hidden states, each a chunk of its own, and maximum number of a rank's rows of the head."""
@@ -83,17 +83,17 @@ def problems_of(
     """
     weight = head.detach()[:ROWS].requires_grad_(head.requires_grad)
     vocab_size = len(weight) * group.size() - 3  # as if three rows were padding
-    options: dict[str, Any] = dict(temperature=temperature, vocab_size=vocab_size, group=group, chunk=1)
+    softmax = Softmax(temperature, vocab_size, group, chunk=1)
     generator = torch.Generator().manual_seed(5)
     hidden, other = torch.randn(2, TOKENS, weight.shape[1], generator=generator).to(weight)
-    hidden *= 2 / _logits(hidden, weight.detach(), options).std(-1, keepdim=True).to(weight)
+    hidden *= 2 / _logits(hidden, weight.detach(), softmax).std(-1, keepdim=True).to(weight)
     targets = torch.randint(vocab_size, (TOKENS,), generator=generator).to(weight.device)
 
     thirds = torch.arange(vocab_size) + torch.arange(TOKENS)[:, None]
     excluded = (thirds % 3 == 0).to(weight.device).scatter(1, targets[:, None], False)
 
     def logprobs(hidden: Tensor, kept: LogitsFilter | None = None) -> Tensor:
-        return torch.stack(linear_logprobs(hidden, weight, targets, logits_filter=kept, **options))
+        return torch.stack(linear_logprobs(hidden, weight, targets, softmax, logits_filter=kept))
 
     def expected(x: Tensor) -> Tensor:
         log_p = x.log_softmax(-1)
@@ -104,7 +104,7 @@ def problems_of(
         """Return what differs between a function of hidden states and a formula of logits."""
         with torch.enable_grad():
             own = hidden.clone().requires_grad_()
-            x = _logits(hidden, weight.detach(), options).requires_grad_()
+            x = _logits(hidden, weight.detach(), softmax).requires_grad_()
             found, exact = function(own), formula(x)
             upstream = torch.linspace(0.5, 2, exact.numel(), device=x.device).view_as(exact)
             learned = [own, weight] if weight.requires_grad else [own]
@@ -113,8 +113,8 @@ def problems_of(
         error = float((found.detach() - exact.detach()).abs().max() / (1 + x.detach().abs().max()))
         if not error <= OUTPUT_ERROR:
             return f"{name} differ from float64 by {error:.3g} of the largest logit"
-        first, rows = own_rows(weight, options["vocab_size"], options["group"])
-        rest = (of_logits[:, first : first + rows] / options["temperature"]).to(weight.dtype)
+        first, rows = softmax.own_rows(weight)
+        rest = (of_logits[:, first : first + rows] / softmax.temperature).to(weight.dtype)
         pairs = {"hidden states": (gradients[0], (rest @ weight.detach()[:rows]).double())}
         if weight.requires_grad:
             pairs["weight of the head"] = gradients[1][:rows], rest.double().T @ hidden.double()
@@ -134,17 +134,17 @@ def problems_of(
     ]
     if linear is not None:
         teacher, name = weight.detach().roll(1, 1), getattr(of, "func", of).__name__
-        log_q = _logits(other, teacher, options).log_softmax(-1)
+        log_q = _logits(other, teacher, softmax).log_softmax(-1)
         beta, ids = getattr(of, "keywords", {}).get("beta", 0.5), None
         given: dict[str, Tensor] = dict(teacher_hidden=other, teacher_weight=teacher)
         if tokens is not None:
-            ids, of_ids = tokens(other, teacher, **options)
+            ids, of_ids = tokens(other, teacher, softmax)
             given, best = dict(ids=ids, log_q=of_ids), log_q.topk(ids.shape[1]).values
             worst = (log_q.gather(1, ids) - best).abs().max() / (1 + best.abs().max())
             if not float(gathered(worst[None], group).max()) <= OUTPUT_ERROR:
                 number = ids.shape[1]
                 return [f"the {number} tokens of teacher.top_k are not the teacher's most probable ones"]
-        divergence = partial(linear, divergence=of, **given, **options)
+        divergence = partial(linear, divergence=of, **given, softmax=softmax)
 
         def formula(x: Tensor) -> Tensor:
             return _divergence(_coarse(x.log_softmax(-1), ids), _coarse(log_q, ids), name, beta)
@@ -153,13 +153,13 @@ def problems_of(
     return [text for case in cases if (text := problem(*case))]
 
 
-def _logits(hidden: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, softmax: Softmax) -> Tensor:
     """Return the scaled logits of the whole vocabulary, float64 [TOKENS, V], from the dtype of the weight."""
-    rows = own_rows(weight, options["vocab_size"], options["group"])[1]
+    rows = softmax.own_rows(weight)[1]
     x = torch.full((len(hidden), len(weight)), FLOOR, dtype=torch.float64, device=weight.device)
-    x[:, :rows] = torch.cat([part @ weight[:rows].T for part in hidden.split(options["chunk"])]).double()
-    whole = gathered(x, options["group"]).transpose(0, 1).flatten(1)
-    return whole[:, : options["vocab_size"]] / options["temperature"]
+    x[:, :rows] = torch.cat([part @ weight[:rows].T for part in hidden.split(softmax.chunk)]).double()
+    whole = gathered(x, softmax.group).transpose(0, 1).flatten(1)
+    return whole[:, : softmax.vocab_size] / softmax.temperature
 
 
 def _coarse(log_p: Tensor, ids: Tensor | None) -> Tensor:

@@ -10,10 +10,13 @@ parallelism.
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rl.training.logprobs import Softmax
 
 T = TypeVar("T")
 
@@ -77,14 +80,5 @@ class HeadOutput(PerToken):
     """Name by which passes request the output and `MicroBatch.outputs` holds it."""
 
     @abstractmethod
-    def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        *,
-        temperature: float,
-        vocab_size: int,
-        group: torch.distributed.ProcessGroup,
-        chunk: int,
-    ) -> Tensor:
-        """Return the output at each token, float32 [R]; arguments as for `logprobs.linear_logprobs`."""
+    def __call__(self, hidden: Tensor, weight: Tensor, softmax: "Softmax") -> Tensor:
+        """Return the output at each token, float32 [R]; other arguments: see `Softmax`."""

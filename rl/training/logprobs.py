@@ -9,9 +9,9 @@ On CUDA, one Triton kernel per direction reads the logits once (`rl.training.hea
 here are the CPU path and the reference in tests of the kernels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,53 +26,73 @@ FLOOR = -1e20
 logits are finite in float32."""
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """The distribution p = softmax(hidden @ weight.T / temperature) of a head, and how it is computed.
+
+    hidden is [T, H], whole on every rank of the group. weight is [Vpad/tp, H], the rank's rows of the padded
+    head.
+    """
+
+    temperature: float
+    vocab_size: int
+    """Number of rows of the whole head without the padding, whose probability is 0."""
+    group: dist.ProcessGroup
+    """The tensor parallel group."""
+    chunk: int
+    """Number of tokens whose logits exist at a time."""
+
+    def own_rows(self, weight: Tensor) -> tuple[int, int]:
+        """Return the first row of this rank's part of the head, and its number of rows without padding."""
+        first = self.group.rank() * len(weight)
+        return first, max(0, min(len(weight), self.vocab_size - first))
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """Yield the parts of the tokens whose logits exist at a time."""
+        for start in range(0, num_tokens, self.chunk):
+            yield slice(start, start + self.chunk)
+
+    def scaled_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return logits / temperature of a chunk on this rank, float32 [c, Vpad/tp]; FLOOR for padding."""
+        x = (hidden @ weight.T).float()
+        x = x / self.temperature if self.temperature != 1.0 else x
+        x[:, self.own_rows(weight)[1] :] = FLOOR
+        return x
+
+
 def linear_logprobs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
+    softmax: Softmax,
     *,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    chunk: int,
     outputs: tuple[str, ...] = OUTPUTS,
     logits_filter: LogitsFilter | None = None,
     cap: float | None = None,
 ) -> tuple[Tensor, ...]:
     """Return the named outputs, a subset of OUTPUTS, float32 [T] each.
 
-    p = softmax(hidden @ weight.T / temperature), renormalised over the tokens that `logits_filter` keeps.
+    The probabilities are those of `softmax`, renormalised over the tokens that `logits_filter` keeps.
 
-    hidden: [T, H], whole on every rank of the tensor parallel group. The backward pass gives `hidden` only
-        this rank's part of the gradient; the caller sums the parts over the group.
-    weight: [Vpad/tp, H], the rank's rows of the padded head.
-    targets: int64 [T], below vocab_size. Rows from vocab_size on are padding with probability 0.
+    hidden: [T, H]. The backward pass gives `hidden` only this rank's part of the gradient; the caller sums
+        the parts over the group.
+    weight: [Vpad/tp, H]. targets: int64 [T], below vocab_size.
     logits_filter: excludes tokens at each of the T positions, but never a target. None: keeps all tokens.
     cap: replaces the logits by cap * tanh(logits / cap); None: does not.
 
     The results are identical on all ranks of the group; the sum of squares has no gradient. Outputs that are
     not named cost nothing, and neither do gradients of outputs that the loss does not use. The forward pass
-    is collective over `group` (one all-gather); the backward pass is not.
+    is collective over the group (one all-gather); the backward pass is not.
     """
-    keep = torch.is_grad_enabled() and len(targets) <= chunk
+    keep = torch.is_grad_enabled() and len(targets) <= softmax.chunk
     wanted = ("entropy" in outputs, "sum_p_squared" in outputs)
-    head = _Head(temperature, vocab_size, group, chunk, wanted, keep, logits_filter, cap)
+    head = _Head(softmax, wanted, keep, logits_filter, cap)
     found = dict(zip(OUTPUTS, _LinearLogprobs.apply(hidden, weight, targets, head)))
     return tuple(found[name] for name in outputs)
 
 
-@dataclass(frozen=True)
-class Softmax:
-    """The distribution p = softmax(hidden @ weight.T / temperature), as in `linear_logprobs`."""
-
-    temperature: float
-    vocab_size: int
-    group: dist.ProcessGroup
-    chunk: int
-
-
-@dataclass(frozen=True)
-class _Head(Softmax):
+class _Head(NamedTuple):
+    softmax: Softmax
     wanted: tuple[bool, bool]
     """Whether (the entropy, the sum of squares) is requested."""
     keep: bool
@@ -86,23 +106,22 @@ class _LinearLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        first_row, rows = own_rows(weight, head.vocab_size, head.group)
+        softmax, wanted, keep, logits_filter, cap = head
+        first_row, rows = softmax.own_rows(weight)
         local_targets = targets - first_row
         local_targets = torch.where(local_targets < rows, local_targets, -1).clamp_(min=-1)
         statistics, _ = _functions(hidden)
-        found = hidden.new_zeros(3 + sum(head.wanted), len(targets), dtype=torch.float32)
+        found = hidden.new_zeros(3 + sum(wanted), len(targets), dtype=torch.float32)
         found[0].fill_(torch.finfo(torch.float32).min)  # the maximum over no rows
-        kept = head.logits_filter
-        local = None if kept is None else kept.on_rows(first_row, rows, hidden.device)
+        local = None if logits_filter is None else logits_filter.on_rows(first_row, rows, hidden.device)
         saved = None
-        for start in range(0, len(targets) if rows else 0, head.chunk):
-            part = slice(start, start + head.chunk)
-            logits = _capped(hidden[part] @ weight[:rows].T, head.cap)
+        for part in softmax.chunks(len(targets) if rows else 0):
+            logits = _capped(hidden[part] @ weight[:rows].T, cap)
             if local is not None:
                 local.restrict(logits, part)
-            statistics(logits, head.temperature, local_targets[part], head.wanted, found[:, part])
-            saved = logits if head.keep else None
-        logprobs, lse, entropy, squares = _combine(found, targets // len(weight), head.group, head.wanted)
+            statistics(logits, softmax.temperature, local_targets[part], wanted, found[:, part])
+            saved = logits if keep else None
+        logprobs, lse, entropy, squares = _combine(found, targets // len(weight), softmax.group, wanted)
         ctx.save_for_backward(hidden, weight, local_targets, lse, entropy, saved)
         ctx.head, ctx.real_rows, ctx.filter = head, rows, local
         ctx.set_materialize_grads(False)
@@ -116,21 +135,20 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, local_targets, lse, entropy, saved = ctx.saved_tensors
         gradient = _functions(hidden)[1]
-        rows, chunk, cap = weight[: ctx.real_rows], ctx.head.chunk, ctx.head.cap
-        one_chunk = len(hidden) <= chunk
+        rows, softmax, cap = weight[: ctx.real_rows], ctx.head.softmax, ctx.head.cap
+        one_chunk = len(hidden) <= softmax.chunk
         grad_hidden = torch.empty_like(hidden) if ctx.real_rows else torch.zeros_like(hidden)
         dtype = weight.dtype if one_chunk else torch.float32  # several chunks are summed in float32
         learns = ctx.needs_input_grad[1]  # not with adapters
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if learns else None
-        for start in range(0, len(hidden) if ctx.real_rows else 0, chunk):
-            part = slice(start, start + chunk)
+        for part in softmax.chunks(len(hidden) if ctx.real_rows else 0):
             logits = _capped(hidden[part] @ rows.T, cap) if saved is None else saved
             if ctx.filter is not None and saved is None:
                 ctx.filter.restrict(logits, part)
             slope = None if cap is None else 1 - (logits / cap).clamp(min=-1.0).square()
             grad = gradient(
                 logits,
-                ctx.head.temperature,
+                softmax.temperature,
                 local_targets[part],
                 lse[part],
                 None if grad_logprobs is None else grad_logprobs[part],
@@ -205,22 +223,8 @@ def gradient(
     return grad.to(logits.dtype)
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, real_rows: int, temperature: float) -> Tensor:
-    """Return the scaled logits float32 [c, rows], FLOOR from real_rows on."""
-    x = (hidden @ weight.T).float()
-    x = x / temperature if temperature != 1.0 else x
-    x[:, real_rows:] = FLOOR
-    return x
-
-
 def _capped(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-def own_rows(weight: Tensor, vocab_size: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """Return the first row of this rank's part of the head, and its number of rows without padding."""
-    first = group.rank() * len(weight)
-    return first, max(0, min(len(weight), vocab_size - first))
 
 
 def _functions(hidden: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:

@@ -27,7 +27,7 @@ from rl.training.extras import Extras, HeadOutput, LogitsFilter
 from rl.training.grid import Grid
 from rl.training.layer_form import ACTIVATIONS, give_form
 from rl.training.layer_spec import LatentAttention, block_spec, megatrons_names, replace_classes, use_te
-from rl.training.logprobs import OUTPUTS, linear_logprobs
+from rl.training.logprobs import OUTPUTS, Softmax, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.rotary import RowRotary, rotate_by_row
 from rl.training.rows import select_rows
@@ -163,21 +163,21 @@ def policy_outputs(
     """Return the named outputs of a policy, float32 [R] each.
 
     head: `linear_logprobs`, or a function with its arguments. hidden: [R, H], the states before the
-    head. weight: the rank's rows of the head. Others: as in `linear_logprobs`.
+    head. weight: the rank's rows of the head. Others: as in `Softmax`.
     """
-    options: dict[str, Any] = dict(temperature=labels.temperature, vocab_size=vocab_size, group=group)
+    softmax = Softmax(labels.temperature, vocab_size, group, chunk)
     own = tuple(name for name in names if name in OUTPUTS)
     found: tuple[Tensor, ...] = ()
     if own:
         kept = labels.extras.get(LogitsFilter)
-        found = head(hidden, weight, labels.targets, **options, chunk=chunk, outputs=own, logits_filter=kept)
+        found = head(hidden, weight, labels.targets, softmax, outputs=own, logits_filter=kept)
     if own == names:
         return found
     further = labels.extras.get(HeadOutput)
     assert further is not None, names
     results = dict(zip(own, found))
     # For each token, a HeadOutput needs several times the float32 memory that log-probs need.
-    results[further.name] = further(hidden, weight, **options, chunk=max(1, chunk // 4))
+    results[further.name] = further(hidden, weight, replace(softmax, chunk=max(1, chunk // 4)))
     return tuple(results[name] for name in names)
 
 

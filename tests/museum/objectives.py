@@ -383,9 +383,9 @@ def teacher_at_another_temperature(bug: Bug, spec, path, hf, dtype, **options):
 )
 @caught_by("head and its gradients", r"WrongHead: head check: the 4 tokens of teacher.top_k are not")
 @replaces("rl.features.teachers.divergence.top_k")
-def most_probable_tokens_counted_from_0_on_each_rank(bug: Bug, top_k, hidden, weight, k, **options):
+def most_probable_tokens_counted_from_0_on_each_rank(bug: Bug, top_k, hidden, weight, softmax, k):
     """The first row of a rank's part of the vocabulary was computed wrongly."""
-    ids, log_q = top_k(hidden, weight, k, **options)
+    ids, log_q = top_k(hidden, weight, softmax, k)
     return ids % len(weight), log_q
 
 

@@ -31,7 +31,7 @@ from rl.training.adapted_weight import AdaptedWeight
 from rl.training.attention import CoreAttention, PackedRow
 from rl.training.extras import LogitsFilter
 from rl.training.layer_spec import DuplicatedLinear
-from rl.training.logprobs import OUTPUTS, linear_logprobs, own_rows
+from rl.training.logprobs import OUTPUTS, Softmax, linear_logprobs
 from rl.training.model import Policy
 from rl.training.parts import TrainerPart
 from rl.training.rotary import RowRotary, _Rotate
@@ -253,11 +253,8 @@ class BitwisePolicy(Policy):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
+        softmax: Softmax,
         *,
-        temperature: float,
-        vocab_size: int,
-        group: dist.ProcessGroup,
-        chunk: int,
         outputs: tuple[str, ...] = OUTPUTS,
         logits_filter: LogitsFilter | None = None,
         cap: float | None = None,
@@ -265,34 +262,23 @@ class BitwisePolicy(Policy):
         """Compute `rl.training.logprobs.linear_logprobs`; `logprobs` are bitwise equal to the engine's."""
         assert logits_filter is None, "the bitwise log-softmax is over the whole vocabulary"
         assert cap is None, "no model with Megatron's layers caps its logits"
-        softmax: dict[str, Any] = dict(
-            temperature=temperature, vocab_size=vocab_size, group=group, chunk=chunk
-        )
-        options = dict(targets=targets, outputs=outputs, **softmax)
+        options: dict[str, Any] = dict(targets=targets, softmax=softmax, outputs=outputs)
         return bitwise(partial(_logprobs, **options), partial(linear_logprobs, **options), hidden, weight)
 
 
 def _logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    chunk: int,
-    outputs: tuple[str, ...],
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, softmax: Softmax, outputs: tuple[str, ...]
 ) -> tuple[Tensor, ...]:
-    first, rows = own_rows(weight, vocab_size, group)
+    first, rows = softmax.own_rows(weight)
     local = torch.where((targets >= first) & (targets < first + rows), targets - first, -1)
     sliced = layers.SlicedWeight.of(weight[:rows]) if rows else None
     found: list[Tensor] = []
-    for part, at in zip(hidden.split(chunk), local.split(chunk)):
+    for part, at in zip(hidden.split(softmax.chunk), local.split(softmax.chunk)):
         logits = part.new_empty(len(part), 0) if sliced is None else layers.linear(part, sliced)
-        logits = logits.float() / torch.tensor(temperature, dtype=torch.float32, device=hidden.device)
-        logprobs, log_p = layers.target_logprobs(logits, at, group)
+        logits = logits.float() / torch.tensor(softmax.temperature, dtype=torch.float32, device=hidden.device)
+        logprobs, log_p = layers.target_logprobs(logits, at, softmax.group)
         p = log_p.exp()
-        more = layers.sum_over([-(p * log_p).sum(-1), p.square().sum(-1)], group)
+        more = layers.sum_over([-(p * log_p).sum(-1), p.square().sum(-1)], softmax.group)
         found.append(torch.stack([logprobs, *(x.float() for x in more)]))
     columns = dict(zip(OUTPUTS, torch.cat(found, 1) if found else hidden.new_zeros(3, 0).float()))
     return tuple(columns[name] for name in outputs)

@@ -37,7 +37,7 @@ from rl.training.engine import TrainingEngine
 from rl.training.grid import Grid
 from rl.training.layer_form import norm
 from rl.training.layer_spec import DuplicatedLinear, block_spec, megatrons_names, use_te
-from rl.training.logprobs import gathered, own_rows, scaled_logits
+from rl.training.logprobs import Softmax, gathered
 from rl.training.model import Policy, transformer_config
 from rl.training.packing import MicroBatch
 from rl.training.parts import TrainerPart
@@ -146,14 +146,10 @@ class PredictionHead(TrainingEngine):
         target = states[at + 1]
         if is_first:
             _check_target(target, states, micro, index)
+        chunk = max(1, self._last.head_chunk_tokens // 4)
+        softmax = Softmax(self.spec.temperature, self._last.real_vocab_size, group, chunk)
         losses, accepted, gradient = prediction_loss(
-            out.detach()[:, 0][at],
-            target,
-            self._last.head_weight.detach(),
-            temperature=self.spec.temperature,
-            vocab_size=self._last.real_vocab_size,
-            group=group,
-            chunk=max(1, self._last.head_chunk_tokens // 4),
+            out.detach()[:, 0][at], target, self._last.head_weight.detach(), softmax
         )
         of_rows = torch.zeros_like(out)
         of_rows[:, 0][at] = gradient * weights[:, None].to(gradient.dtype)
@@ -218,34 +214,25 @@ def _check_target(target: Tensor, states: Tensor, micro: MicroBatch, index: Tens
 
 @torch.no_grad()
 def prediction_loss(
-    hidden: Tensor,
-    target: Tensor,
-    weight: Tensor,
-    *,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    chunk: int,
+    hidden: Tensor, target: Tensor, weight: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return KL(p || q) and sum min(p, q) at each token, float32 [T], and d KL / d hidden [T, H].
 
-    p = softmax(target @ weight.T / temperature), q = softmax(hidden @ weight.T / temperature)
+    p is the `softmax` of target and weight, q the one of hidden and weight.
 
-    hidden, target: [T, H], whole on every rank of the group. weight: [Vpad/tp, H], the rank's rows of the
-    padded output head. Logits [chunk, V/tp] exist for `chunk` tokens at a time. Collective over `group`; the
-    results are identical on all its ranks.
+    hidden, target: [T, H]. weight: [Vpad/tp, H]. Collective over the group; the results are identical on all
+    its ranks.
     """
-    rows = own_rows(weight, vocab_size, group)[1]
+    group = softmax.group
     found = hidden.new_empty(2, len(hidden), dtype=torch.float32)
     gradient = torch.empty_like(hidden)
-    for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
-        both = [scaled_logits(x[part], weight, rows, temperature) for x in (target, hidden)]
+    for part in softmax.chunks(len(hidden)):
+        both = [softmax.scaled_logits(x[part], weight) for x in (target, hidden)]
         totals = gathered(torch.stack([x.logsumexp(-1) for x in both]), group).logsumexp(0)
         log_p, log_q = (x.sub_(total[:, None]) for x, total in zip(both, totals))
         p, q = log_p.exp(), log_q.exp()
         found[:, part] = torch.stack([(p * (log_p - log_q)).sum(-1), torch.minimum(p, q).sum(-1)])
-        gradient[part] = (q - p).div_(temperature).to(weight.dtype) @ weight
+        gradient[part] = (q - p).div_(softmax.temperature).to(weight.dtype) @ weight
     if group.size() > 1 and len(hidden):  # as on all ranks of the group
         dist.all_reduce(found, group=group)
         dist.all_reduce(gradient, group=group)

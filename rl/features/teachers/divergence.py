@@ -30,7 +30,7 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.distillation import Divergence
 from rl.training.extras import HeadOutput
-from rl.training.logprobs import FLOOR, Softmax, add_product, gathered, own_rows, scaled_logits
+from rl.training.logprobs import FLOOR, Softmax, add_product, gathered
 from rl.training.packing import MicroBatch
 from rl.training.parts import TrainerPart
 
@@ -47,25 +47,20 @@ def linear_divergence(
     weight: Tensor,
     teacher_hidden: Tensor,
     teacher_weight: Tensor,
-    *,
     divergence: Divergence,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    chunk: int,
+    softmax: Softmax,
 ) -> Tensor:
     """Return the divergence of p and q at each token over the whole vocabulary, float32 [T].
 
-    p = softmax(hidden @ weight.T / temperature), q = softmax(teacher_hidden @ teacher_weight.T / temperature)
+    p is the `softmax` of hidden and weight, q the one of teacher_hidden and teacher_weight.
 
-    hidden: [T, H], whole on every rank of the tensor parallel group. Its gradient is this rank's part; the
-        caller sums it over the group. teacher_hidden: [T, H of the teacher], without gradient.
-    weight: [Vpad/tp, H], the rank's rows of the padded head. teacher_weight: the teacher's for the same rows.
+    hidden: [T, H]. Its gradient is this rank's part; the caller sums it over the group. teacher_hidden: [T, H
+        of the teacher], without gradient.
+    weight: [Vpad/tp, H]. teacher_weight: the teacher's for the same rows.
 
-    Rows from vocab_size on, the padding, have probability 0. Both passes compute the logits of both models.
-    The forward pass is collective over `group`; the backward pass is not.
+    Both passes compute the logits of both models. The forward pass is collective over the group; the backward
+    pass is not.
     """
-    softmax = Softmax(temperature, vocab_size, group, chunk)
     return _Whole.apply(hidden, weight, teacher_hidden, teacher_weight, divergence, softmax)
 
 
@@ -80,13 +75,11 @@ class _Whole(torch.autograd.Function):
         divergence: Divergence,
         softmax: Softmax,
     ) -> Tensor:
-        real_rows = own_rows(weight, softmax.vocab_size, softmax.group)[1]
         found = hidden.new_zeros(2, len(hidden), dtype=torch.float32)
         totals = torch.zeros_like(found)
-        for start in range(0, len(hidden), softmax.chunk):
-            part = slice(start, start + softmax.chunk)
-            x = scaled_logits(hidden[part], weight, real_rows, softmax.temperature)
-            y = scaled_logits(teacher_hidden[part], teacher_weight, real_rows, softmax.temperature)
+        for part in softmax.chunks(len(hidden)):
+            x = softmax.scaled_logits(hidden[part], weight)
+            y = softmax.scaled_logits(teacher_hidden[part], teacher_weight)
             local = torch.stack([x.logsumexp(-1), y.logsumexp(-1)])
             totals[:, part] = gathered(local, softmax.group).logsumexp(0)
             log_p, log_q = x.sub_(totals[0, part, None]), y.sub_(totals[1, part, None])
@@ -95,35 +88,25 @@ class _Whole(torch.autograd.Function):
         if len(hidden):  # the same on all ranks of the group
             dist.all_reduce(found, group=softmax.group)
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, totals, found[1])
-        ctx.options = divergence, real_rows, softmax
+        ctx.options = divergence, softmax
         return found[0].clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, teacher_hidden, teacher_weight, totals, slope_sums = ctx.saved_tensors
-        divergence, real_rows, softmax = ctx.options
-        temperature = softmax.temperature
+        divergence, softmax = ctx.options
 
         def gradient(part: slice) -> Tensor:
-            log_p = scaled_logits(hidden[part], weight, real_rows, temperature).sub_(totals[0, part, None])
-            log_q = scaled_logits(teacher_hidden[part], teacher_weight, real_rows, temperature)
+            log_p = softmax.scaled_logits(hidden[part], weight).sub_(totals[0, part, None])
+            log_q = softmax.scaled_logits(teacher_hidden[part], teacher_weight)
             slopes = divergence(log_p, log_q.sub_(totals[1, part, None]))[1]
             return slopes - log_p.exp() * slope_sums[part, None]
 
-        return *_through_head(ctx, gradient, upstream / temperature, softmax.chunk), *[None] * 4
+        return *_through_head(ctx, gradient, upstream, softmax), *[None] * 4
 
 
 def top_k_divergence(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    log_q: Tensor,
-    *,
-    divergence: Divergence,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    chunk: int,
+    hidden: Tensor, weight: Tensor, ids: Tensor, log_q: Tensor, divergence: Divergence, softmax: Softmax
 ) -> Tensor:
     """Return the divergence of p and q at each token over k tokens and all other tokens together, float32
     [T].
@@ -137,7 +120,6 @@ def top_k_divergence(
     ids: int64 [T, k]. log_q: float32 [T, k + 1], log-probs of these tokens and of all other tokens together
     (`top_k`). Other arguments and collectives as for `linear_divergence`.
     """
-    softmax = Softmax(temperature, vocab_size, group, chunk)
     return _TopK.apply(hidden, weight, ids, log_q, divergence, softmax)
 
 
@@ -152,15 +134,13 @@ class _TopK(torch.autograd.Function):
         divergence: Divergence,
         softmax: Softmax,
     ) -> Tensor:
-        first, real_rows = own_rows(weight, softmax.vocab_size, softmax.group)
+        first, real_rows = softmax.own_rows(weight)
         rows = ids - first
         # A token of another rank gets the place after the last row.
         places = torch.where((rows >= 0) & (rows < real_rows), rows, len(weight))
         local = torch.empty_like(log_q)
-        for start in range(0, len(hidden), softmax.chunk):
-            part = slice(start, start + softmax.chunk)
-            x = scaled_logits(hidden[part], weight, real_rows, softmax.temperature)
-            x = F.pad(x, (0, 1), value=FLOOR)
+        for part in softmax.chunks(len(hidden)):
+            x = F.pad(softmax.scaled_logits(hidden[part], weight), (0, 1), value=FLOOR)
             local[part, :-1] = x.gather(1, places[part])
             local[part, -1] = x.scatter_(1, places[part], FLOOR).logsumexp(-1)
         scores = gathered(local, softmax.group).logsumexp(0)
@@ -168,49 +148,38 @@ class _TopK(torch.autograd.Function):
         log_p = scores - total
         terms, slopes = divergence(log_p, log_q)
         ctx.save_for_backward(hidden, weight, places, slopes, log_p, total)
-        ctx.options = real_rows, softmax
+        ctx.softmax = softmax
         return terms.sum(-1)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, places, slopes, log_p, total = ctx.saved_tensors
-        real_rows, softmax = ctx.options
-        temperature = softmax.temperature
+        softmax = ctx.softmax
         slope_sums = slopes.sum(-1, keepdim=True)
         chosen = (slopes - log_p.exp() * slope_sums)[:, :-1]
         # The other tokens share one slope; each token's share is p_i / (sum of p of all other tokens).
         of_others = (slopes[:, -1] - log_p[:, -1].exp() * slope_sums[:, 0])[:, None]
 
         def gradient(part: slice) -> Tensor:
-            x = F.pad(scaled_logits(hidden[part], weight, real_rows, temperature), (0, 1), value=FLOOR)
+            x = F.pad(softmax.scaled_logits(hidden[part], weight), (0, 1), value=FLOOR)
             share = x.sub_(total[part] + log_p[part, -1:]).clamp_(max=0.0).exp_()
             return share.mul_(of_others[part]).scatter_(1, places[part], chosen[part])[:, :-1]
 
-        return *_through_head(ctx, gradient, upstream / temperature, softmax.chunk), *[None] * 4
+        return *_through_head(ctx, gradient, upstream, softmax), *[None] * 4
 
 
-def top_k(
-    hidden: Tensor,
-    weight: Tensor,
-    k: int,
-    *,
-    temperature: float,
-    vocab_size: int,
-    group: dist.ProcessGroup,
-    chunk: int,
-) -> tuple[Tensor, Tensor]:
+def top_k(hidden: Tensor, weight: Tensor, softmax: Softmax, k: int) -> tuple[Tensor, Tensor]:
     """Return ids int64 [T, k] of the k most probable tokens, and log-probs float32 [T, k + 1].
 
     The last log-prob belongs to all other tokens together. k must be below vocab_size. Arguments and
     collectives as for `linear_divergence`.
     """
-    first, real_rows = own_rows(weight, vocab_size, group)
+    first, group = softmax.own_rows(weight)[0], softmax.group
     width = min(k, len(weight))
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
     local = torch.full((len(hidden), k + 1), FLOOR, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
-        x = scaled_logits(hidden[part], weight, real_rows, temperature)
+    for part in softmax.chunks(len(hidden)):
+        x = softmax.scaled_logits(hidden[part], weight)
         local[part, :width], found = x.topk(width)
         ids[part, :width] = found + first
         local[part, -1] = x.scatter_(1, found, FLOOR).logsumexp(-1)
@@ -311,20 +280,20 @@ class MicroTargets(HeadOutput):
             parts.append((torch.searchsorted(index, places[mine]), tuple(x[mine] for x in rows), head))
         return MicroTargets(self.divergence, self.function, parts)
 
-    def __call__(self, hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, weight: Tensor, softmax: Softmax) -> Tensor:
         """Return the divergence at each token, float32 [R]. Arguments as for `linear_divergence`."""
         if not self.parts:  # no samples: the gradients are 0, but pipeline and reductions need them
             return hidden.float().sum(-1) + weight[:0].float().sum()
         out = hidden.new_zeros(len(hidden), dtype=torch.float32)
         for places, rows, head in self.parts:
             own = hidden.index_select(0, places)
-            found = self.function(own, weight, *rows, *head, divergence=self.divergence, **options)
+            found = self.function(own, weight, *rows, *head, divergence=self.divergence, softmax=softmax)
             out = out.index_copy(0, places, found)
         return out
 
 
 def _through_head(
-    ctx: Any, gradient: Callable[[slice], Tensor], upstream: Tensor, chunk: int
+    ctx: Any, gradient: Callable[[slice], Tensor], upstream: Tensor, softmax: Softmax
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of hidden [T, H] and weight, from the gradients of each chunk's scaled logits.
 
@@ -335,8 +304,8 @@ def _through_head(
     grad_hidden = torch.empty_like(hidden)
     shape = weight.shape if learns else (0,)
     grad_weight = torch.zeros(shape, dtype=torch.float32, device=weight.device)
-    for start in range(0, len(hidden), chunk):
-        part = slice(start, start + chunk)
+    upstream = upstream / softmax.temperature
+    for part in softmax.chunks(len(hidden)):
         grad = (gradient(part) * upstream[part, None]).to(hidden.dtype)
         torch.mm(grad, weight, out=grad_hidden[part])
         if learns:

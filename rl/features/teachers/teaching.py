@@ -26,6 +26,7 @@ from rl.rollout.batches import batch_of
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import seed_of, train_sampling
 from rl.training.engine import TrainingEngine
+from rl.training.logprobs import Softmax
 from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 from rl.training.packing import MicroBatch
 
@@ -122,15 +123,11 @@ class Teaching:
         hidden = micro.output("hidden")
         rows: tuple[torch.Tensor, ...] = (hidden,)
         if k:
-            rows = top_k(
-                hidden,
-                model.chunks[-1].head_weight,
-                k,
-                temperature=model.spec.temperature,
-                vocab_size=policy.chunks[-1].real_vocab_size,  # a teacher may have more rows than tokens
-                group=policy.grid.groups.tp,
-                chunk=max(1, model.chunks[-1].head_chunk_tokens // 4),
-            )
+            last = model.chunks[-1]
+            vocab_size = policy.chunks[-1].real_vocab_size  # a teacher may have more rows than tokens
+            chunk = max(1, last.head_chunk_tokens // 4)
+            softmax = Softmax(model.spec.temperature, vocab_size, policy.grid.groups.tp, chunk)
+            rows = top_k(hidden, last.head_weight, softmax, k)
         parts = zip(*(row.cpu().split(micro.lengths.tolist()) for row in rows))
         targets.rows.update(zip(micro.samples, parts))
 

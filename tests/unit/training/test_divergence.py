@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from rl.features.teachers.divergence import Targets, head_rows, linear_divergence, top_k, top_k_divergence
 from rl.objectives.distillation import divergence_of, jensen_shannon, log_ratio_advantages
+from rl.training.logprobs import Softmax
 from tests import bounds
 
 T, H, TEACHER_H, V, ROWS, K = 13, 8, 6, 50, 64, 5
@@ -49,11 +50,11 @@ def reference(hidden, weight, teacher_hidden, teacher_weight, upstream, *, name,
 def chunked(hidden, weight, teacher_hidden, teacher_weight, upstream, *, name, k=0, group, chunk):
     """The same three of the chunked head."""
     hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight))
-    options = dict(temperature=TEMPERATURE, vocab_size=V, group=group, chunk=chunk)
+    softmax = Softmax(TEMPERATURE, V, group, chunk)
     function, given = linear_divergence, (teacher_hidden, teacher_weight)
     if k:
-        function, given = top_k_divergence, top_k(*given, k, **options)
-    found = function(hidden, weight, *given, divergence=divergence_of(name, BETA), **options)
+        function, given = top_k_divergence, top_k(*given, softmax, k)
+    found = function(hidden, weight, *given, divergence=divergence_of(name, BETA), softmax=softmax)
     found.backward(upstream)
     return found.detach(), hidden.grad, weight.grad
 
@@ -111,7 +112,6 @@ def test_no_samples_have_a_divergence_with_gradients(group):
     """The pipeline's schedule and the reduction of gradients require them of every micro-batch."""
     hidden, weight = torch.zeros(0, H, requires_grad=True), torch.randn(ROWS, H, requires_grad=True)
     targets = Targets(divergence_of("reverse_kl", BETA), [], heads=[torch.randn(ROWS, TEACHER_H)])
-    options = dict(temperature=TEMPERATURE, vocab_size=V, group=group, chunk=4)
-    found = targets.of([], torch.device("cpu"))(hidden, weight, **options)
+    found = targets.of([], torch.device("cpu"))(hidden, weight, Softmax(TEMPERATURE, V, group, 4))
     found.sum().backward()
     assert found.shape == (0,) and hidden.grad.shape == (0, H) and not weight.grad.any()

@@ -11,7 +11,7 @@ from rl.data.held import SAMPLING_MASKS, HeldColumn
 from rl.features.sampling_masks.engine import columns_of
 from rl.features.sampling_masks.trainer import SamplingMasks, masks_of
 from rl.rollout.samples import Sample, Segment
-from rl.training.logprobs import linear_logprobs
+from rl.training.logprobs import Softmax, linear_logprobs
 from tests import bounds
 
 T, H, V = 13, 8, 50
@@ -48,11 +48,13 @@ def reference(hidden, weight, targets, upstream, *, temperature, vocab_size, kee
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def chunked(hidden, weight, targets, upstream, *, keeps=None, **options):
+def chunked(hidden, weight, targets, upstream, *, keeps=None, cap=None, **softmax):
     """The same four of linear_logprobs."""
     hidden, weight = (t.clone().requires_grad_() for t in (hidden, weight))
     masks = None if keeps is None else sampling_masks(keeps)
-    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, logits_filter=masks, **options)
+    logprobs, entropy, _ = linear_logprobs(
+        hidden, weight, targets, Softmax(**softmax), logits_filter=masks, cap=cap
+    )
     torch.autograd.backward([logprobs, entropy], list(upstream))
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
@@ -114,8 +116,8 @@ def test_values_and_gradients_are_those_of_log_softmax(group, temperature, chunk
         assert found[0][1] == found[1][1] == 0  # a set of one token
         logits, masks = logits.masked_fill(~keeps, -torch.inf), sampling_masks(keeps)
     hidden.requires_grad_()
-    options = dict(group=group, chunk=chunk, logits_filter=masks, cap=cap)
-    squares = linear_logprobs(hidden, weight, targets, **head, **options)[2]
+    softmax = Softmax(**head, group=group, chunk=chunk)
+    squares = linear_logprobs(hidden, weight, targets, softmax, logits_filter=masks, cap=cap)[2]
     torch.testing.assert_close(squares.double(), logits.softmax(-1).square().sum(-1), rtol=2 * error, atol=0)
     assert not squares.requires_grad
 
@@ -155,7 +157,7 @@ def test_gradient_of_one_output_alone(group, only):
     expected = reference(hidden, weight, targets, upstream, temperature=0.7, vocab_size=V)[2:]
     error = error_of(hidden, weight, temperature=0.7, vocab_size=V)
     hidden.requires_grad_(), weight.requires_grad_()
-    outputs = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=4)
+    outputs = linear_logprobs(hidden, weight, targets, Softmax(0.7, V, group, 4))
     found = torch.autograd.grad(outputs[only], (hidden, weight), upstream[only])
     for mine, theirs in zip(found, expected):
         assert (mine.double() - theirs).abs().max() <= error * max(1.0, theirs.abs().max())
@@ -185,9 +187,7 @@ def test_bfloat16_logits_are_normalised_in_float32(group):
     hidden, weight = ((8 * tensor).round() / 8 for tensor in (hidden, weight))
     expected = torch.log_softmax((hidden @ weight.T).float() / 0.7, -1)
     error = bounds.of_sum(V) * float(expected.abs().max())
-    logprobs, entropy, _ = linear_logprobs(
-        hidden, weight, targets, temperature=0.7, vocab_size=V, group=group, chunk=T
-    )
+    logprobs, entropy, _ = linear_logprobs(hidden, weight, targets, Softmax(0.7, V, group, T))
     torch.testing.assert_close(logprobs, expected.gather(1, targets[:, None]).squeeze(1), rtol=0, atol=error)
     torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1), rtol=0, atol=error)
 
@@ -240,9 +240,7 @@ def test_logits_exist_for_one_chunk_at_a_time(group, dtype):
     )
     hidden.requires_grad_(), weight.requires_grad_()
     with Results() as forward:
-        outputs = linear_logprobs(
-            hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=chunk
-        )
+        outputs = linear_logprobs(hidden, weight, targets, Softmax(1.0, vocab_size, group, chunk))
     with Results() as backward:
         torch.autograd.backward(outputs[:2], list(upstream))
     assert weight.grad.abs().sum() > 0
@@ -257,9 +255,7 @@ def test_logits_are_kept_only_for_a_single_chunk(group, chunk):
     hidden.requires_grad_(), weight.requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.numel()), t)[1], lambda t: t):
-        linear_logprobs(
-            hidden, weight, targets, temperature=1.0, vocab_size=vocab_size, group=group, chunk=chunk
-        )
+        linear_logprobs(hidden, weight, targets, Softmax(1.0, vocab_size, group, chunk))
     logits = [tokens * vocab_size] if chunk >= tokens else []
     assert sorted(kept) == sorted([hidden.numel(), weight.numel(), *[tokens] * 3, *logits])
 
@@ -271,9 +267,9 @@ def test_outputs_that_nothing_reads_are_not_computed(group):
     hidden.requires_grad_(), weight.requires_grad_()
 
     def count(outputs, num_used):
-        head = dict(temperature=1.0, vocab_size=vocab_size, group=group, chunk=tokens)
+        softmax = Softmax(1.0, vocab_size, group, tokens)
         with Results() as forward:
-            found = linear_logprobs(hidden, weight, targets, **head, outputs=outputs)
+            found = linear_logprobs(hidden, weight, targets, softmax, outputs=outputs)
         assert len(found) == len(outputs)
         with Results() as backward:
             torch.autograd.backward(found[:num_used], list(upstream)[:num_used])
