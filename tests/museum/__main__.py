@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests.museum.lines import counted
 from tests.museum.museum import Exhibit, load_exhibits
-from tests.museum.tour import CLEAN, DENSE, Museum
+from tests.museum.tour import CLEAN, DENSE, Museum, fits_pretrained
 from tests.spawn import RanksFailed
 
 
@@ -78,7 +78,7 @@ def visit(museum: Museum, chosen: list[Exhibit]) -> int:
 
 
 def clean(museum: Museum, steps: int, names: list[str]) -> int:
-    possible = [name for name, (_, model, _) in CLEAN.items() if not museum.pretrained or model in DENSE]
+    possible = [name for name in CLEAN if not museum.pretrained or fits_pretrained(name)]
     chosen, taken, alarms, num_warnings = names or possible, 0, 0, 0
     for number, name in enumerate(chosen):
         share = steps * (number + 1) // len(chosen) - steps * number // len(chosen)

@@ -248,6 +248,12 @@ class Museum:
         return path
 
 
+def fits_pretrained(name: str) -> bool:
+    """Whether a pretrained dense model with an odd number of heads can stand in in a run of CLEAN."""
+    _, model, overrides = CLEAN[name]
+    return model in DENSE and not any(key.endswith(".tp=2") for key in overrides)
+
+
 def _with_room_for_a_chat(override: str) -> str:
     """Return the override with CHAT_FACTOR times the tokens, if it is one of CHAT_SIZES."""
     key, _, value = override.partition("=")
