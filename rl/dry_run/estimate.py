@@ -10,16 +10,10 @@ from rl.config.needs import needs_engine
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.dry_run.generation import Lengths
+from rl.dry_run.grids import Layout, layout_of
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import (
-    ITEMSIZE,
-    Layout,
-    MemoryEstimate,
-    estimate_memory,
-    layout_of,
-    sequences_per_prompt,
-    with_actual_rows,
-)
+from rl.dry_run.memory import ITEMSIZE, MemoryEstimate, estimate_memory
+from rl.dry_run.rows import sequences_per_prompt, with_actual_rows
 from rl.dry_run.shape import ModelShape, check_layouts, models_of
 from rl.dry_run.timing import assumed_lengths, estimate_seconds
 from rl.refit.connections import connection_bytes

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rl.config.schema import Config
+from rl.dry_run.grids import Layout
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import ITEMSIZE, EngineMemory, Layout, parts_in_fp8
+from rl.dry_run.memory import ITEMSIZE, EngineMemory, parts_in_fp8
 from rl.dry_run.parameters import CountedWeight
 from rl.dry_run.shape import ModelShape, drafter_of
 

@@ -6,8 +6,9 @@ The kernel ends a process of a host whose memory is used up, and the process can
 from dataclasses import replace
 
 from rl.config.schema import Config
+from rl.dry_run.grids import layout_of
 from rl.dry_run.hardware import GIB, Hardware
-from rl.dry_run.memory import estimate_memory, layout_of
+from rl.dry_run.memory import estimate_memory
 from rl.dry_run.shape import models_of
 from rl.runtime.ranks import Ranks
 

@@ -12,22 +12,29 @@ unfused layers, and glibc keeps a share of the freed memory.
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rl.config.features import CLASS, is_on
-from rl.config.needs import algorithm_of, needs_engine
-from rl.config.role_checks import role_ranks
+from rl.config.needs import needs_engine
 from rl.config.schema import Config, Optimizer
+from rl.dry_run.grids import Layout, layout_of
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.images import tower_bytes, without_frozen_tower
 from rl.dry_run.parameters import CountedWeight, StageCount, buffer_elements, count_engine, count_stages
 from rl.dry_run.recompute import EVERYTHING, Kept, kept_and_computed_again, kept_parts
+from rl.dry_run.rows import (
+    longest_row,
+    longest_sequence,
+    micro_batches_in_flight,
+    num_micro_batches,
+    with_actual_rows,
+)
 from rl.dry_run.shape import DRAFTERS, ModelShape
 from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK, padded_vocab, vocab_multiple
-from rl.models.placement import RolloutPlacement, TrainingPlacement, chunk_ranges, num_step_groups
-from rl.models.sizes import cpu_row_tokens, ffn_width, is_tied, layer_kinds, num_kv_heads
+from rl.models.placement import chunk_ranges, num_step_groups
+from rl.models.sizes import ffn_width, is_tied, layer_kinds, num_kv_heads
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 BATCHED_TOKENS = 16384
@@ -41,84 +48,6 @@ again."""
 HEAD_COPIES = 2
 """Number of arrays of a chunk's logits, in the weights' dtype, that coexist in rl.training.logprobs on CUDA:
 the current chunk's, and the previous chunk's, which is still referenced."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The grids of a run."""
-
-    num_ranks: int
-    """Ranks of the job."""
-    world_size: int
-    """Ranks that train."""
-    rollout_size: int
-    """Ranks that generate; with `roles` other ones."""
-    tp: int
-    pp: int
-    cp: int
-    ep: int
-    etp: int
-    rollout_tp: int
-    rollout_ep: int
-    """Ranks over which the engine spreads whole experts; 1: each expert is split over `rollout_tp`."""
-    sequence_parallel: bool
-    vpp: int = 1
-    shard: int = 1
-    """Ranks that share one copy of models that their classes compute (`training.shard`)."""
-
-    @property
-    def dp(self) -> int:
-        return self.world_size // (self.tp * self.pp * self.cp)
-
-    @property
-    def sharded_over(self) -> int:
-        """Number of ranks that hold a weight outside of routed experts, over which its optimizer state is
-        sharded."""
-        return self.dp * self.cp // self.shard
-
-    @property
-    def expert_dp(self) -> int:
-        """Number of replicas of a routed expert within a stage."""
-        return self.world_size // (self.etp * self.ep * self.pp)
-
-    @property
-    def replicas(self) -> int:
-        return self.rollout_size // self.rollout_tp
-
-    @property
-    def rollout_sharing(self) -> int:
-        """Number of replicas that share one copy of the experts."""
-        return max(1, self.rollout_ep // self.rollout_tp)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether other ranks generate than train."""
-        return self.world_size < self.num_ranks
-
-    def placement(self, model: ModelShape) -> TrainingPlacement:
-        """Return the placement of the model's weights in training."""
-        return TrainingPlacement(
-            self.world_size,
-            self.tp * self.shard,
-            self.pp,
-            model.num_layers,
-            ep=self.ep,
-            etp=self.etp if model.num_experts else None,
-            num_experts=model.num_experts,
-            vpp=self.vpp,
-        )
-
-    def rollout_placement(self, model: ModelShape) -> RolloutPlacement:
-        """Return the placement of the model's weights in generation."""
-        ranks = tuple(range(self.world_size, self.num_ranks)) if self.is_split else None
-        return RolloutPlacement(
-            self.rollout_size,
-            self.rollout_tp,
-            model.num_layers,
-            ep=self.rollout_ep if model.num_experts else 1,
-            num_experts=model.num_experts,
-            ranks=ranks,
-        )
 
 
 @dataclass(frozen=True)
@@ -282,15 +211,6 @@ def _gib(number: float) -> str:
     return f"{number / (1 << 30):.1f}"
 
 
-def layout_of(config: Config, world_size: int, ranks_per_node: int) -> Layout:
-    """Return the grids of the config on that number of ranks."""
-    t = config.training
-    train, rollout = map(len, role_ranks(config, world_size))
-    grids = t.tp, t.pp, t.cp, t.ep, t.expert_tp, config.rollout.tp, config.rollout.ep
-    shard = t.shard or math.gcd(train, ranks_per_node) if is_on(config, CLASS) else 1
-    return Layout(world_size, train, rollout, *grids, t.sequence_parallel, vpp=t.vpp, shard=shard)
-
-
 def estimate_memory(
     config: Config, world_size: int, models: Mapping[str, ModelShape], hardware: Hardware, *, points: int = 1
 ) -> MemoryEstimate:
@@ -443,64 +363,6 @@ def model_state(
         in_host,
         round(adam.host_share * master * sharded),
     )
-
-
-def with_actual_rows(config: Config, policy: ModelShape, hardware: Hardware) -> Config:
-    """Return the config with the tokens of a CPU's micro-batch (`rl.training.micro_batch_plans`)."""
-    training = config.training
-    if not hardware.is_cpu:
-        return config
-    preferred = max(cpu_row_tokens(policy.hf), math.ceil(longest_group(config) / training.cp))
-    tokens = min(training.micro_batch_tokens, preferred)
-    return replace(config, training=replace(training, micro_batch_tokens=tokens))
-
-
-def longest_group(config: Config) -> int:
-    """Return the maximum tokens of the samples that share a prompt in a micro-batch."""
-    samples = config.rollout.samples_per_prompt
-    if config.training.shared_prefix and sequences_per_prompt(config) == samples:
-        return config.data.max_prompt_tokens + samples * config.rollout.max_response_tokens
-    return longest_sequence(config)
-
-
-def longest_row(config: Config, layout: Layout) -> int:
-    """Return the maximum tokens of a micro-batch; a longer sequence forms a micro-batch alone."""
-    prompts = config.training.prompts_per_minibatch or config.data.prompts_per_step
-    tokens, group = longest_sequence(config), longest_group(config)
-    whole = prompts * (group if group > tokens else sequences_per_prompt(config) * tokens)
-    return max(min(config.training.row_tokens, math.ceil(whole / layout.dp)), tokens)
-
-
-def longest_sequence(config: Config) -> int:
-    """Return the maximum tokens of a sequence."""
-    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
-
-
-def num_micro_batches(config: Config, layout: Layout, tokens_per_sequence: float) -> int:
-    """Return the number of micro-batches of one mini-batch on one data parallel rank."""
-    prompts = config.training.prompts_per_minibatch or config.data.prompts_per_step
-    tokens = prompts * sequences_per_prompt(config) * tokens_per_sequence / layout.dp
-    number = max(1, math.ceil(tokens / config.training.row_tokens))
-    return math.ceil(number / layout.pp) * layout.pp if layout.vpp > 1 else number
-
-
-def micro_batches_in_flight(layout: Layout, stage: int, number: int) -> float:
-    """Return how many micro-batches of `number` have their activations kept by a stage at once.
-
-    1F1B keeps one for each stage from this one to the last. For example, with pp=4 stage 0 keeps 4 and stage
-    3 keeps 1. A chunk keeps 1/vpp; with chunks, a stage passes (vpp - 1) pp chunks forward before, and two
-    for each following stage (Megatron's interleaving).
-    """
-    if layout.vpp == 1:
-        return min(layout.pp - stage, number)
-    chunks = (layout.vpp - 1) * layout.pp + 2 * (layout.pp - stage - 1) + 1
-    return min(chunks / layout.vpp, number)
-
-
-def sequences_per_prompt(config: Config) -> int:
-    """Return the number of sequences trained per prompt: its samples and the data's own responses."""
-    count = {"responses": 1, "labels": 1, "pairs": 2, "samples": config.rollout.samples_per_prompt}
-    return sum(count.get(need, 0) for need in algorithm_of(config).needs)
 
 
 def _activations(

@@ -11,8 +11,8 @@ from rl.dry_run.estimate import Estimate
 from rl.dry_run.generation import seconds_between_nodes
 from rl.dry_run.hardware import GIB
 from rl.dry_run.images import images_of
-from rl.dry_run.memory import num_micro_batches
 from rl.dry_run.parameters import count_parameters, count_stages
+from rl.dry_run.rows import num_micro_batches
 from rl.dry_run.timing import idle_share
 
 LEAST_STEP_S = 1.0

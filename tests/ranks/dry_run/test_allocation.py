@@ -7,8 +7,9 @@ import pytest
 
 from rl.config.run_models import RunModel
 from rl.config.schema import Config, Optimizer
+from rl.dry_run.grids import Layout
 from rl.dry_run.images import without_frozen_tower
-from rl.dry_run.memory import Layout, model_state
+from rl.dry_run.memory import model_state
 from rl.dry_run.parameters import count_stages, group_parts
 from rl.dry_run.shape import ModelShape
 from rl.models import architecture, by_class, mtp, read_hf_config
