@@ -98,10 +98,12 @@ def estimate(
     sigma: float = 0.7,
     plan: bool = True,
     points: int = 1,
+    models: tuple[dict[str, ModelShape], list[str]] | None = None,
 ) -> Estimate:
     """Return the estimate for a config that `rl.config.checks.check` accepts.
 
-    shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means half of the
+    models: what `models_of` returns for the config, which takes a second for the largest models; None: it is
+    called. shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means half of the
     maximum. sigma: standard deviation of the logarithm of a response's tokens. plan: whether to plan the
     refit, which takes seconds for the largest models. points: number of adapters of a sweep in one job; at
     least the length of sweep.adapters. Raises ConfigError for an invalid layout.
@@ -112,9 +114,9 @@ def estimate(
             f"--points {points} trains several adapters on one base, but adapter.in_engine=merged holds one "
             "policy in the engine; set adapter.kind=lora adapter.in_engine=adapter."
         )
-    models, notes = models_of(config, shape=shape)
+    shapes, notes = models_of(config, shape=shape) if models is None else models
     lengths = assumed_lengths(config, prompt, response, sigma)
-    return _estimate(config, world_size, hardware, models, notes, lengths, plan, points)
+    return _estimate(config, world_size, hardware, shapes, notes, lengths, plan, points)
 
 
 def changed(before: Estimate, config: Config, world_size: int) -> Estimate:

@@ -14,6 +14,7 @@ from rl.config.schema import Config
 from rl.dry_run.changes import Change, fitting, with_values
 from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.hardware import Hardware
+from rl.dry_run.shape import models_of
 
 TRIES = 96
 """Number of configurations that a search estimates."""
@@ -94,12 +95,13 @@ def find_layout(
     Layouts that differ in training.tp, pp, ep and rollout.tp are compared by the estimate of their step.
     shape: as in `estimate`.
     """
+    models = models_of(config, shape=shape)
     found: list[tuple[float, dict[str, object]]] = []
     for values in ({}, *_trials(config, world_size)):
         try:
             new = with_values(config, values)
             check(new)
-            result = estimate(new, world_size, hardware, shape=shape, plan=False)
+            result = estimate(new, world_size, hardware, models=models, plan=False)
         except ConfigError:
             continue
         if not result.problems:
