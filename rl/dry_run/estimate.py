@@ -102,11 +102,11 @@ def estimate(
 ) -> Estimate:
     """Return the estimate for a config that `rl.config.checks.check` accepts.
 
-    models: what `models_of` returns for the config, which takes a second for the largest models; None: it is
-    called. shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means half of the
-    maximum. sigma: standard deviation of the logarithm of a response's tokens. plan: whether to plan the
-    refit, which takes seconds for the largest models. points: number of adapters of a sweep in one job; at
-    least the length of sweep.adapters. Raises ConfigError for an invalid layout.
+    models: what `models_of` returns for the config, which takes a second for the largest models; None: it
+    is called. shape: a config.json to use instead of model.path's. prompt, response: mean tokens; 0 means
+    half of the maximum. sigma: standard deviation of the logarithm of a response's tokens. plan: whether to
+    plan the refit, which takes seconds for the largest models. points: number of adapters of a sweep in one
+    job; at least the length of sweep.adapters. Raises ConfigError for an invalid layout.
     """
     points = max(points, len(config.sweep.adapters))
     if points > 1 and config.adapter.in_engine != "adapter":
