@@ -189,8 +189,18 @@ def _why_stale(owner: dict[str, Any], directory: Path, silent_s: float, watch_s:
 
 
 def _job_states(job: str) -> set[str] | None:
-    """Return the states that squeue lists for a job; empty if the job is gone, None without an answer."""
-    command = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
+    """Return the states that squeue lists for a job; empty if the job is gone, None without an answer.
+
+    A job whose epilog hangs is COMPLETING for long, but Slurm lists none of its steps.
+    """
+    states = _squeue(job, "--states=all", "--format=%T")
+    if states != {"COMPLETING"} or (steps := _squeue(job, "--steps", "--format=%i")) is None:
+        return states
+    return states if any(not step.endswith(".extern") for step in steps) else {"COMPLETING without steps"}
+
+
+def _squeue(job: str, *options: str) -> set[str] | None:
+    command = ["squeue", "--noheader", f"--jobs={job}", *options]
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S)
     except (OSError, subprocess.TimeoutExpired):

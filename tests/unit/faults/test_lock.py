@@ -143,19 +143,22 @@ def test_the_next_generation_of_an_elastic_run_takes_what_a_killed_one_held(tmp_
 
 
 @pytest.mark.parametrize(
-    ("out", "error", "free"),
+    ("out", "steps", "error", "free"),
     [
-        ("RUNNING\n", "", False),
-        ("NODE_FAIL\n", "", True),
-        ("", "", True),
-        ("", "slurm_load_jobs error: Invalid job id specified", True),
-        ("", "Unable to contact slurm controller", False),
+        ("RUNNING\n", "", "", False),
+        ("COMPLETING\n", "12.0\n12.extern\n", "", False),
+        ("COMPLETING\n", "12.extern\n", "", True),
+        ("NODE_FAIL\n", "", "", True),
+        ("", "", "", True),
+        ("", "", "slurm_load_jobs error: Invalid job id specified", True),
+        ("", "", "Unable to contact slurm controller", False),
     ],
 )
-def test_slurm_decides_on_a_lock_of_another_host(out, error, free, tmp_path, monkeypatch):
+def test_slurm_decides_on_a_lock_of_another_host(out, steps, error, free, tmp_path, monkeypatch):
     def squeue(command, **options):
         assert command[0] == "squeue" and "--jobs=12" in command
-        return subprocess.CompletedProcess(command, int(bool(error)), out, error)
+        found = steps if "--steps" in command else out
+        return subprocess.CompletedProcess(command, int(bool(error)), found, error)
 
     monkeypatch.setattr(lock_module.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(lock_module.subprocess, "run", squeue)
