@@ -8,10 +8,9 @@ in a process beside it. The collectives on gloo are not simulated. The last rows
 what it receives in its collectives of objects, when 671 billion parameters are saved and resumed; the boxes
 in each rank's file follow from a plan.
 
-For each part the tool prints the seconds, the cpu seconds of rank 0 and the store, the bytes through loopback
-or in files, the descriptors of the store or the number of files, and the exponents of the growth of cpu
-seconds and bytes over the two largest N. Other traffic through loopback counts, too; `unshare --net` keeps it
-out.
+For each part the tool prints the seconds, the cpu seconds of rank 0 and the store, the MB through loopback or
+in files, the descriptors of the store or the number of files, and the exponents of the growth of cpu seconds
+and MB over the two largest N. Other traffic through loopback counts, too; `unshare --net` keeps it out.
 """
 
 import argparse
@@ -164,7 +163,7 @@ class SimulatedJob:
 
     def __init__(self, world_size: int):
         self.world_size = world_size
-        self.rows: dict[str, dict[str, float]] = {}
+        self.rows: dict[str, tuple[float, float, float, int]] = {}
         self.run_dir, self.key = Path(tempfile.mkdtemp(prefix="many-ranks-")), JobKey(nonce())
         for name in ("stacks", DIRECTORY):
             (self.run_dir / name).mkdir()
@@ -187,7 +186,7 @@ class SimulatedJob:
         act()
         seconds, cpu = time.perf_counter() - began, sum(map(cpu_seconds, processes)) - cpu
         num_bytes, files = size or (loopback_bytes() - before, descriptors(pid) if pid else 0)
-        self.rows[name] = {"s": seconds, "cpu": cpu, "bytes": num_bytes, "files": files}
+        self.rows[name] = seconds, cpu, num_bytes / 1e6, files
 
     def ranks(
         self, name: str, here: Callable[[], object] = lambda: None, *, pid: int = 0, **values: object
@@ -203,7 +202,7 @@ class SimulatedJob:
 
         self.measure(name, act, pid=pid)
 
-    def run(self) -> dict[str, dict[str, float]]:
+    def run(self) -> dict[str, tuple[float, float, float, int]]:
         rank_0 = Ranks(0, self.world_size, 0, PER_NODE, "slurm", "127.0.0.1", key=self.key)
         env = environment(self.world_size, 0) | {"SLURM_JOB_ID": str(os.getpid())}
 
@@ -347,32 +346,20 @@ def descriptors(pid: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description="Measure the control plane of N simulated ranks.")
     parser.add_argument("sizes", metavar="N", type=int, nargs="+", help="number of ranks, a multiple of 8")
-    arguments = parser.parse_args(argv)
+    sizes = sorted(parser.parse_args(argv).sizes)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    found = {size: SimulatedJob(size).run() for size in sorted(arguments.sizes)}
-    heads = "".join(f"{f'N={size}: s':>12}{'cpu s':>8}{'MB':>9}{'files':>7}" for size in found)
-    print(f"{'part':18}{heads}  exponent")
-    for name in next(iter(found.values())):
-        rows = [found[size][name] for size in found]
-        cells = "".join(
-            f"{row['s']:12.2f}{row['cpu']:8.2f}{row['bytes'] / 1e6:9.2f}{row['files']:7.0f}" for row in rows
-        )
-        print(f"{name:18}{cells}  {growth(list(found), rows)}")
+    found = [SimulatedJob(size).run() for size in sizes]
+    print("part".ljust(18), *(f"{f'N={size}: s':>12}{'cpu s':>8}{'MB':>9}{'files':>7}" for size in sizes))
+    for name in found[0]:
+        rows = [parts[name] for parts in found]
+        cells = "".join("{:12.2f}{:8.2f}{:9.2f}{:7}".format(*row) for row in rows)
+        figures = list(zip(*rows[-2:]))[1:3] if len(rows) > 1 else []  # cpu seconds and MB
+        grows = [math.log(b / a, sizes[-1] / sizes[-2]) if a and b else math.nan for a, b in figures]
+        print(f"{name:18}{cells}  exponents", *(f"{exponent:.2f}" for exponent in grows))
     return 0
-
-
-def growth(sizes: list[int], rows: list[dict[str, float]]) -> str:
-    """Return the exponents of cpu seconds and of bytes over the two largest N; '-' if there is no figure."""
-    pairs = [[row[name] for row in rows[-2:]] for name in ("cpu", "bytes")]
-    return " / ".join(
-        f"{math.log(pair[-1] / pair[0], sizes[-1] / sizes[-2]):.2f}" if len(pair) == 2 and min(pair) else "-"
-        for pair in pairs
-    )
 
 
 if __name__ == "__main__":
