@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import math
 import os
 import shlex
 import sys
@@ -25,13 +26,25 @@ from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import Hardware
 from rl.sandbox.private_directory import make_private
 
-START_S = 300.0
-"""Assumed seconds of a job before its first step."""
+GUARD = r"""
+again() { # this node may lack a file; but scancel is final
+    case "$(squeue -h -j "$SLURM_JOB_ID" -o %T) ${SLURM_RESTART_COUNT:-0}" in
+    "RUNNING "[012]) scontrol requeue "$SLURM_JOB_ID" ;;
+    esac
+}
+trap again EXIT
+"""
+"""Part of a job's batch file before it reads a file: if the job ends before its turns begin, it starts again,
+perhaps elsewhere. Slurm, too, requeues a job until then, for example after a prolog that fails."""
 TURNS = r"""
 export NO_REQUEUE=1 # a successor waits instead
 turns=(env "PYTHONPATH=$LOCKSTEP_ROOT" {python} -m launch.anywhen.turns)
 record={directory} number=$1
-words=$("${{turns[@]}}" begin "$record" "$number" $SECONDS) || exit 0 # the run does not need this job
+code=0
+words=$("${{turns[@]}}" begin "$record" "$number" $SECONDS) || code=$?
+if [ $code = 0 ] || [ $code = 3 ]; then trap - EXIT; fi
+if [ $code != 0 ]; then exit 0; fi # 3: the run does not need this job
+scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true
 layout=()
 if [ -n "$words" ]; then mapfile -t layout <<<"$words"; fi
 "${{turns[@]}}" follow "$record" &
@@ -65,7 +78,7 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
     make_private(directory.parent)
     logs.mkdir(exist_ok=True)
     name = f"{config.run.name}-{hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:6]}"
-    resources.requeue = False
+    resources.requeue = True
     text = batch_file.render(
         resources, name=name, logs=logs, configs=arguments.config, overrides=overrides, command=command
     )
@@ -77,7 +90,6 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
         sizes=_sizes(config, arguments.config, overrides, resources),
         limits=limits,
         longest_s=float(seconds_of(resources.time)),
-        start_s=START_S,
         lead_s=float(resources.signal_lead_s),
         max_steps=config.run.max_steps,
         partitions=limits.partitions or partition.split(","),
@@ -89,13 +101,14 @@ def submit_anywhen(arguments: argparse.Namespace, resources: Resources, *, comma
         file = logs / "anywhen-dry-run.sbatch"
         directory = directory / "dry-run"  # the jobs of the run read its plan
         plan = replace(plan, file=str(file))
+    head = head.replace("\nsource ", f"\n{GUARD}source ", 1)
     save(plan, directory, head + TURNS.format(train=train.rstrip(), **words))
     for size in plan.sizes:
         print(f"{size.nodes} nodes: {size.step_s:.1f} s per step {' '.join(size.overrides)}")
     if arguments.dry_run:
         print(f"\nnot submitted (--dry-run); {file}")
         return 0
-    over = follow(directory, turns=None if arguments.stay else limits.jobs)
+    over = follow(directory, turns=math.inf if arguments.stay else limits.jobs)
     if over:
         print(f"no further job, because {over}")
         return 0

@@ -7,8 +7,10 @@ the hole would get further than the training job, it is requested. A job that st
 takes over if it gets further, and the other one saves and ends; else it ends itself.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from rl.config.elastic import JobLimits
 
@@ -47,12 +49,12 @@ class Plan:
     limits: JobLimits
     longest_s: float
     """Maximum time limit of a job, in seconds."""
-    start_s: float
-    """Seconds of a job before its first step."""
     lead_s: float
     """Seconds at the end of a job in which it takes no further step."""
     max_steps: int
     """Step after which the run is finished."""
+    start_s: float = 300.0
+    """Assumed seconds of a job before its first step."""
     turn_s: float = 60.0
     """Seconds between two turns, and the shortest time between two requests."""
     partitions: list[str] = field(default_factory=lambda: [""])
@@ -65,6 +67,10 @@ class Plan:
     file: str = ""
     """The batch file."""
 
+    def size_of(self, nodes: int) -> Size:
+        """Return the size with these nodes, or the closest one: an earlier plan may have had other sizes."""
+        return min(self.sizes, key=lambda size: abs(size.nodes - nodes))
+
 
 @dataclass(frozen=True)
 class JobRequest:
@@ -72,7 +78,7 @@ class JobRequest:
 
     nodes: int
     seconds: float
-    partition: str
+    partition: str = ""
     after: str = ""
     """Id of the job whose end it waits for; empty: none."""
 
@@ -89,13 +95,18 @@ class QueuedJob:
     """Time limit."""
     started: float = 0.0
     """Unix time of its start; 0 for a job that waits."""
-    is_held: bool = False
+    held: str = ""
+    """Reason for which it never starts by itself; empty if it does."""
     is_successor: bool = False
     """Whether it waits for the end of another job."""
     is_ending: bool = False
     """Whether Slurm ends its processes."""
     has_ranks: bool = True
-    """False if its ranks have ended, while it requests its successor."""
+    """False if its ranks have ended, but not the job."""
+
+    @property
+    def is_training(self) -> bool:
+        return self.started > 0 and self.has_ranks and not self.is_ending
 
     @property
     def order(self) -> tuple[float, str]:
@@ -107,149 +118,115 @@ class QueuedJob:
 class QueueView:
     """The queue at one moment, and the progress of the run."""
 
+    plan: Plan
     now: float
     jobs: list[QueuedJob]
-    idle: dict[str, list[float]]
-    """Partition -> for each idle node, the seconds until a waiting job of any user is expected to start
-    there."""
+    idle: Callable[[], dict[str, list[float]]]
+    """Asks Slurm: partition -> for each idle node, the seconds until a waiting job of any user is expected to
+    start there."""
     accepts: Callable[[JobRequest], bool]
     """Asks Slurm whether it would accept the job."""
     steps_left: int
     spent_node_s: float = 0.0
     """Node-seconds of the jobs that have ended."""
-    silent_s: float = float("inf")
+    silent_s: float = math.inf
     """Seconds since the last request."""
     refusals: int = 0
     """Number of requests since the last one that brought a job."""
 
+    def will_train(self, job: QueuedJob) -> bool:
+        """Return whether a job trains, or waits in a state and with a size in which it will."""
+        has_size = job.nodes in {size.nodes for size in self.plan.sizes}
+        return job.is_training if job.started else has_size and not job.held
 
-Decision = tuple[list[QueuedJob], JobRequest | None]
-"""Waiting jobs to cancel, and then the job to request."""
+    def until_all(self, nodes: int) -> float:
+        """Return the seconds until the last step of a job that starts now."""
+        return self.plan.start_s + self.steps_left * self.plan.size_of(nodes).step_s
+
+    def steps(self, job: JobRequest, start_s: float, horizon: float) -> float:
+        """Return the steps of a job, and of slower successors, before a horizon in seconds from now."""
+        own = max(0.0, min(job.seconds - self.plan.lead_s, horizon) - start_s)
+        seconds = own + AFTERWARDS * max(0.0, horizon - job.seconds)
+        return min(float(self.steps_left), seconds / self.plan.size_of(job.nodes).step_s)
+
+    def gets_further(self, ask: JobRequest, running: QueuedJob | None) -> bool:
+        """Return whether a job that starts now has GAIN times the running job's steps when it ends."""
+        if running is None:
+            return True
+        horizon = min(ask.seconds, self.until_all(ask.nodes))
+        rest = JobRequest(running.nodes, running.started + running.seconds - self.now)
+        return self.steps(ask, self.plan.start_s, horizon) >= GAIN * self.steps(rest, 0.0, horizon)
+
+    def affordable(self, asks: list[JobRequest], jobs: Sequence[QueuedJob]) -> list[JobRequest]:
+        """Return the requests for which the ended jobs and `jobs` leave enough node-hours."""
+        booked = self.spent_node_s + sum(job.nodes * job.seconds for job in jobs)
+        left = (self.plan.limits.node_hours * 3600 or math.inf) - booked
+        return [ask for ask in asks if ask.nodes * ask.seconds <= left]
 
 
-def decide(plan: Plan, view: QueueView) -> Decision:
-    """Return the next request and the waiting jobs that make room for it; usually nothing."""
-    doublings = min(view.refusals + (view.refusals > 0), MOST_PAUSE)
-    if view.steps_left <= 0 or view.silent_s < plan.turn_s * 2**doublings:
+def decide(view: QueueView) -> tuple[list[QueuedJob], JobRequest | None]:
+    """Return waiting jobs to cancel, and then the job to request; usually nothing."""
+    plan, doublings = view.plan, min(view.refusals + (view.refusals > 0), MOST_PAUSE)
+    if view.silent_s < plan.turn_s * 2**doublings:
         return [], None
-    held = [job for job in view.jobs if not job.started and not _will_train(plan, job)]
+    held = [job for job in view.jobs if not job.started and not view.will_train(job)]
     jobs = [job for job in view.jobs if job not in held]
     waiting = sorted((job for job in jobs if not job.started), key=lambda job: job.nodes)
-    running = _newest(jobs)
-    gone = waiting[:1] if len(jobs) >= plan.limits.jobs else []  # makes room for a job in a hole
+    running, asks, is_full = _newest(jobs), _requests(view), len(jobs) >= plan.limits.jobs
+    gone = waiting[:1] if is_full else []  # makes room for a job in a hole
     staying = [job for job in jobs if job not in gone]
-    asks = _requests(plan, view)
     if view.now >= plan.not_before and len(staying) < plan.limits.jobs:
-        hole = _find_hole(view, _affordable(plan, view, asks, staying))
-        if hole and (running is None or _gets_further(plan, view, hole, running)):
+        hole = _find_hole(view, view.affordable(asks, staying))
+        if hole and view.gets_further(hole, running):
             return held + gone, hole
-    asks = _affordable(plan, view, asks, jobs)
-    if len(jobs) >= plan.limits.jobs or not asks:
+    asks = view.affordable(asks, jobs)
+    if is_full or not asks:
         return held, None
     fastest = asks[0]
     queues = any(job.nodes == fastest.nodes and not job.is_successor for job in waiting)
-    if running is None and not queues:
-        return held, fastest
-    if len(waiting) == queues:
+    if (running or queues) and len(waiting) == queues:
         return held, _successor(asks, running)
-    if not queues and running and _gets_further(plan, view, fastest, running):
-        return held, fastest
-    return held, None
+    return held, fastest if not queues and view.gets_further(fastest, running) else None
 
 
-def is_spent(plan: Plan, view: QueueView) -> bool:
+def is_spent(view: QueueView) -> bool:
     """Return whether no job is in the queue, and the node-hours of the user allow none."""
-    return not view.jobs and not _affordable(plan, view, _requests(plan, view), [])
+    return not view.jobs and not view.affordable(_requests(view), [])
 
 
-def is_followed(plan: Plan, jobs: Sequence[QueuedJob]) -> bool:
-    """Return whether one of the jobs trains, or will."""
-    return any(_will_train(plan, job) for job in jobs)
-
-
-def takes_over(plan: Plan, view: QueueView, job: QueuedJob) -> bool:
+def takes_over(view: QueueView, job: QueuedJob) -> bool:
     """Return whether a job that has just started is to train instead of the jobs that started before it."""
     trainer = _newest([other for other in view.jobs if other.order < job.order])
-    ask = JobRequest(job.nodes, job.started + job.seconds - view.now, "")
-    return trainer is None or _gets_further(plan, view, ask, trainer)
-
-
-def size_of(plan: Plan, nodes: int) -> Size:
-    """Return the size with these nodes, or the closest one: an earlier plan may have had other sizes."""
-    return min(plan.sizes, key=lambda size: abs(size.nodes - nodes))
-
-
-def _will_train(plan: Plan, job: QueuedJob) -> bool:
-    """Return whether a job trains, or waits in a state and with a size in which it will."""
-    if job.started:
-        return job.has_ranks and not job.is_ending
-    return not job.is_held and job.nodes in {size.nodes for size in plan.sizes}
+    return view.gets_further(JobRequest(job.nodes, job.started + job.seconds - view.now), trainer)
 
 
 def _newest(jobs: Sequence[QueuedJob]) -> QueuedJob | None:
     """Return the running job that started last."""
-    running = (job for job in jobs if job.started and job.has_ranks and not job.is_ending)
-    return max(running, key=lambda job: job.order, default=None)
+    return max((job for job in jobs if job.is_training), key=lambda job: job.order, default=None)
 
 
-def _requests(plan: Plan, view: QueueView) -> list[JobRequest]:
+def _requests(view: QueueView) -> list[JobRequest]:
     """Return the jobs of every size and length with enough steps per node-hour, the fastest first."""
-    found = list[tuple[float, JobRequest]]()
+    plan, found = view.plan, list[tuple[float, JobRequest]]()
     for size in plan.sizes:
-        all_s = plan.start_s + plan.lead_s + view.steps_left * size.step_s
-        whole = min(plan.longest_s, all_s * 1.1 + 60)
+        whole = min(plan.longest_s, (view.until_all(size.nodes) + plan.lead_s) * 1.1 + 60)
         shortest = min(whole, SHORTEST_STARTS * plan.start_s + plan.lead_s + 2 * size.step_s)
         for seconds in {whole, *(60.0 * (share * whole // 60) for share in LENGTHS)}:
             if seconds >= shortest:
-                ask = JobRequest(size.nodes, seconds, "")
-                steps = _steps(plan, view, ask, plan.start_s, seconds)
+                steps = view.steps(JobRequest(size.nodes, seconds), plan.start_s, seconds)
                 share = steps / min(seconds, plan.start_s + steps * size.step_s) / size.nodes
                 found += [(share, JobRequest(size.nodes, seconds, name)) for name in plan.partitions]
     least = plan.limits.efficiency * max(share for share, _ in found)
-    horizon = min(plan.longest_s, min(_until_all(plan, view, size.nodes) for size in plan.sizes))
+    horizon = min(plan.longest_s, min(view.until_all(size.nodes) for size in plan.sizes))
     worth = [ask for share, ask in found if share >= least]
-    return sorted(worth, key=lambda ask: -_steps(plan, view, ask, plan.start_s, horizon))
-
-
-def _affordable(
-    plan: Plan, view: QueueView, asks: list[JobRequest], jobs: Sequence[QueuedJob]
-) -> list[JobRequest]:
-    """Return the requests for which the ended jobs and `jobs` leave enough node-hours."""
-    limit = plan.limits.node_hours * 3600 or float("inf")
-    left = limit - view.spent_node_s - sum(job.nodes * job.seconds for job in jobs)
-    return [ask for ask in asks if ask.nodes * ask.seconds <= left]
+    return sorted(worth, key=lambda ask: -view.steps(ask, plan.start_s, horizon))
 
 
 def _find_hole(view: QueueView, asks: list[JobRequest]) -> JobRequest | None:
     """Return the fastest job that would start at once and delay no waiting job; None if there is none."""
-    looks = 0
-    for ask in asks:
-        if sum(free_s > ask.seconds for free_s in view.idle.get(ask.partition, [])) < ask.nodes:
-            continue
-        if view.accepts(ask):
-            return ask
-        if (looks := looks + 1) == LOOKS:
-            break
-    return None
-
-
-def _until_all(plan: Plan, view: QueueView, nodes: int) -> float:
-    """Return the seconds until the last step of a job that starts now."""
-    return plan.start_s + view.steps_left * size_of(plan, nodes).step_s
-
-
-def _gets_further(plan: Plan, view: QueueView, ask: JobRequest, running: QueuedJob) -> bool:
-    """Return whether a job that starts now has GAIN times the running job's steps when it ends."""
-    horizon = min(ask.seconds, _until_all(plan, view, ask.nodes))
-    rest = JobRequest(running.nodes, running.started + running.seconds - view.now, "")
-    return _steps(plan, view, ask, plan.start_s, horizon) >= GAIN * _steps(plan, view, rest, 0.0, horizon)
-
-
-def _steps(plan: Plan, view: QueueView, job: JobRequest, start_s: float, horizon: float) -> float:
-    """Return the steps of a job, and of slower successors, before a horizon in seconds from now."""
-    own = max(0.0, min(job.seconds - plan.lead_s, horizon) - start_s)
-    seconds = own + AFTERWARDS * max(0.0, horizon - job.seconds)
-    return min(float(view.steps_left), seconds / size_of(plan, job.nodes).step_s)
+    idle = view.idle() if asks else {}
+    free = (ask for ask in asks if sum(s > ask.seconds for s in idle.get(ask.partition, [])) >= ask.nodes)
+    return next((ask for ask in islice(free, LOOKS) if view.accepts(ask)), None)
 
 
 def _successor(asks: Sequence[JobRequest], running: QueuedJob | None) -> JobRequest:

@@ -4,15 +4,19 @@ The functions raise SlurmError, or ValueError for output that is not Slurm's.
 """
 
 import math
+import os
 import re
 import time
+from collections import defaultdict
 from datetime import datetime
+from pathlib import Path
 
 from launch import slurm
 from launch.anywhen.decision import JobRequest, Plan, QueuedJob
 from rl.config.durations import seconds_of
 from rl.runtime.ranks import expand_hostlist
 
+RUNS = ("RUNNING", "COMPLETING")
 WAITS = ("PENDING", "REQUEUED")
 HOLDS = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 ENDED = (
@@ -20,8 +24,12 @@ ENDED = (
     *("PREEMPTED", "REVOKED", "TIMEOUT"),
 )
 """States of jobs that squeue lists for some minutes after their end."""
-HELD = ("JobHeldAdmin", "launch")
+NO_LAUNCH = "launch"
+"""Beginning of the reason for which Slurm holds a job whose prolog failed."""
+HELD = ("JobHeldAdmin", "JobHoldMaxRequeue", NO_LAUNCH)
 """Beginnings of the reasons for which a waiting job never starts by itself. The user may hold a job."""
+LOG_END = 1 << 20
+"""Bytes at the end of a job's log in which Slurm's line about a cancellation is searched."""
 
 
 def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
@@ -36,7 +44,7 @@ def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
         if state in ENDED:
             cancelled += [(job, int(number[1]))] if state == "CANCELLED" else []
             continue
-        holds = state in HOLDS or (state not in ("RUNNING", *WAITS) and start == "N/A")  # in a newer Slurm
+        holds = state in HOLDS or (state not in (*RUNS, *WAITS) and start == "N/A")  # in a newer Slurm
         waits = holds or state in WAITS
         queued.append(
             QueuedJob(
@@ -44,8 +52,8 @@ def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
                 int(number[1]),
                 int(nodes),
                 _seconds(limit),
-                0.0 if waits else datetime.fromisoformat(start).timestamp(),
-                is_held=holds or (waits and reason.startswith(HELD)),
+                started=0.0 if waits else datetime.fromisoformat(start).timestamp(),
+                held=(reason or state) if holds or (waits and reason.startswith(HELD)) else "",
                 is_successor=waits and after not in ("", "(null)"),
                 is_ending=state == "COMPLETING",
             )
@@ -53,25 +61,47 @@ def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
     return queued, cancelled
 
 
-def failed_to_launch(job: str) -> bool:
-    """Return whether a cancelled job had nodes, but no processes, as after a prolog that fails.
+def is_cancelled_by_user(job: str) -> bool:
+    """Return whether this user cancelled a job; True if Slurm has no accounting, which knows it."""
+    try:
+        found = slurm.run("sacct", "-X", "-n", "-P", "-j", job, "-o", "State")
+    except slurm.NoAnswer:
+        raise
+    except slurm.SlurmError:
+        return True
+    if not (by := re.search(r"CANCELLED by (\d+)", found)):
+        raise slurm.SlurmError(f"sacct does not tell yet who cancelled job {job}; nothing is requested.")
+    return int(by[1]) == os.getuid()
 
-    After scancel its exit code has the signal. A job that waited has no nodes.
+
+def is_cancelled(plan: Plan, number: int, job: str) -> bool:
+    """Return whether Slurm ends a job because of scancel, according to its line in the job's log.
+
+    If it pre-empts the job, for example, the line ends with DUE TO PREEMPTION.
     """
-    facts = dict(re.findall(r"(\S+?)=(\S*)", slurm.run("scontrol", "-o", "show", "job", job)))
-    return facts["ExitCode"] == "0:0" and facts["NodeList"] not in ("", "(null)")
+    log = Path(plan.file).parent / f"{plan.name}-{number}-{job}.out"
+    if not log.exists():  # sbatch was given another --output
+        return False
+    with log.open("rb") as file:
+        file.seek(-min(LOG_END, log.stat().st_size), os.SEEK_END)
+        return re.search(rb"JOB %s ON \S+ CANCELLED AT \S+ \*" % job.encode(), file.read()) is not None
+
+
+def has_steps(job: str) -> bool:
+    """Return whether Slurm lists a step of a job that srun started, because it may have processes."""
+    steps = slurm.run("squeue", "-h", "-s", "-j", job, "-o", "%i").split()
+    return any(re.search(r"\.\d+$", step) for step in steps)
 
 
 def idle_nodes(plan: Plan) -> dict[str, list[float]]:
     """Return `idle` of the queue's view."""
-    taken: dict[str, float] = {}
+    taken, idle = defaultdict[str, float](lambda: math.inf), defaultdict[str, list[float]](list)
     for start, nodes in slurm.table(2, "squeue", "-h", "-t", "PD", "-o", "%S|%Y"):
         for node in expand_hostlist(nodes) if _unix(start) else []:
-            taken[node] = min(_unix(start) - time.time(), taken.get(node, math.inf))
-    idle: dict[str, list[float]] = {}
+            taken[node] = min(_unix(start) - time.time(), taken[node])
     for name, node in slurm.table(2, "sinfo", "-N", "-h", "-t", "idle", "-o", "%P|%N"):
         is_default = name.endswith("*") and plan.partitions == [""]
-        idle.setdefault("" if is_default else name.rstrip("*"), []).append(taken.get(node, math.inf))
+        idle["" if is_default else name.rstrip("*")].append(taken[node])
     return idle
 
 
@@ -82,9 +112,9 @@ def accepts(plan: Plan, ask: JobRequest) -> bool:
     """
     try:
         slurm.run("sbatch", "--test-only", *_options(plan, ask, 0))
-    except slurm.NoAnswer:
-        raise
-    except slurm.SlurmError:
+    except slurm.SlurmError as error:
+        if isinstance(error, slurm.NoAnswer):
+            raise
         return False
     return True
 

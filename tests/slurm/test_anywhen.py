@@ -203,6 +203,27 @@ def test_a_cancelled_job_ends_the_run_of_two_users_commands(cluster, toy, tmp_pa
     assert not any(job.begun and job.ended.get("code") != 3 for job in found[1:])
 
 
+def test_a_preempted_job_requests_its_successor(cluster, toy, tmp_path):
+    """Slurm gives it KillWait (10 s). The node-hours allowed no successor before its end."""
+    run = Run(cluster, toy, tmp_path, most=1, start_s=10.0)
+    run.plan["limits"]["node_hours"] = 500 / 3600
+    (run.anywhen / "plan.json").write_text(json.dumps(run.plan))
+    run.submit(PYTHON=write_paced(run, tmp_path))
+    wait_for(lambda: status(run.directory)["step"], "a step")
+    cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=0")
+    try:
+        urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "--wrap=sleep 1")
+        cluster.submit(*urgent, cwd=tmp_path)
+        wait_for(lambda: len(run.requests) > 1 and run.requests[1].begun, "a job in its place")
+    finally:
+        cluster.run("scontrol", "update", "PartitionName=main", "GraceTime=60")
+    first, second = run.requests
+    assert cluster.job(first.job)["JobState"] == "PREEMPTED" and not (run.anywhen / "stop").exists()
+    (run.directory / "stop").touch()
+    cluster.run("scancel", second.job)
+    wait_for(lambda: not run.in_queue(), "the end of the run")
+
+
 def disturb(cluster: Cluster, kind: str, rng: random.Random, jobs: list[dict[str, str]]) -> bool:
     """Do what an administrator does to a run's jobs; return False if there is no job for it."""
     if kind == "kill":

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from launch.anywhen.decision import Plan, QueuedJob, QueueView, decide, size_of, takes_over
+from launch.anywhen.decision import Plan, QueuedJob, QueueView, decide, takes_over
 
 HOUR = 3600.0
 
@@ -137,7 +137,7 @@ class Simulation:
         for job in self.live():
             if job.started >= 0 and job is not self.trainer:
                 view = self._view()
-                if not takes_over(self.plan, view, next(own for own in view.jobs if own.id == job.id)):
+                if not takes_over(view, next(own for own in view.jobs if own.id == job.id)):
                     self.cluster.kill(job)
                     continue
                 self._end_trainer()
@@ -147,7 +147,7 @@ class Simulation:
             self._end_trainer()
         if (trainer := self.trainer) is not None:
             seconds = min(now - trainer.started, trainer.seconds - self.plan.lead_s) - self.plan.start_s
-            steps = max(0, int(seconds / size_of(self.plan, trainer.nodes).step_s))
+            steps = max(0, int(seconds / self.plan.size_of(trainer.nodes).step_s))
             self.done = min(self.plan.max_steps, self._since + steps)
 
     def _end_trainer(self) -> None:
@@ -164,15 +164,16 @@ class Simulation:
                 job.nodes,
                 job.seconds,
                 max(0.0, job.started),
-                job.is_held,
+                "JobHeldAdmin" if job.is_held else "",
                 bool(job.after) and job.started < 0,
             )
             for job in self.live()
         ]
         return QueueView(
+            self.plan,
             self.cluster.now,
             jobs,
-            {"": self.cluster.idle_s()},
+            lambda: {"": self.cluster.idle_s()},
             lambda ask: True,
             self.plan.max_steps - self.done,
             self.spent,
@@ -181,7 +182,7 @@ class Simulation:
         )
 
     def _turn(self, now: float) -> None:
-        cancel, ask = decide(self.plan, self._view())
+        cancel, ask = decide(self._view())
         for job in self.live():
             if job.id in {other.id for other in cancel}:
                 assert job.started < 0

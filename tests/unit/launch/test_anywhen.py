@@ -1,10 +1,13 @@
 """Runs in jobs that start now, on simulated queues with synthetic traces of other users' jobs."""
 
+import os
 import random
+import subprocess
 from statistics import median
 
 import pytest
 
+from launch.anywhen.command import GUARD, TURNS
 from launch.anywhen.decision import Plan, QueueView, Size, decide
 from rl.config.elastic import JobLimits
 from tests.unit.launch.queue_simulator import HOUR, Cluster, Job, Simulation, trace
@@ -62,5 +65,37 @@ def test_limits_hold_while_jobs_are_refused_killed_held(seed):
 
 
 def test_the_last_step_gets_a_job():
-    view = QueueView(0.0, [], {"": [9e9] * NODES}, lambda ask: True, steps_left=1)
-    assert decide(plan(), view)[1]
+    view = QueueView(plan(), 0.0, [], lambda: {"": [9e9] * NODES}, lambda ask: True, steps_left=1)
+    assert decide(view)[1]
+
+
+COMMAND = """#!/bin/bash
+echo "$(basename "$0")" "$@" >>"$CALLS"
+case $(basename "$0")-$3 in
+squeue-*) echo "$STATE" ;;
+python-begin) exit "$CODE" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "restarts", "last"),
+    [
+        (0, "RUNNING", 0, "python -m launch.anywhen.turns end"),
+        (3, "RUNNING", 0, "python -m launch.anywhen.turns begin"),
+        (1, "RUNNING", 2, "scontrol requeue 7"),
+        (1, "RUNNING", 3, "squeue"),
+        (1, "COMPLETING", 0, "squeue"),
+    ],
+)
+def test_a_job_whose_turns_do_not_begin_starts_again(code, state, restarts, last, tmp_path):
+    """For example on a node without a file system, on which nobody would request its successor."""
+    for name in ("squeue", "scontrol", "python"):
+        (tmp_path / name).write_text(COMMAND)
+        (tmp_path / name).chmod(0o755)
+    turns = TURNS.format(python=tmp_path / "python", directory=tmp_path, train="config.yaml")
+    env = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", CALLS=str(tmp_path / "calls"), STATE=state)
+    env |= dict(CODE=str(code), SLURM_RESTART_COUNT=str(restarts), SLURM_JOB_ID="7", LOCKSTEP_ROOT="/")
+    script = f"set -eu\n{GUARD}train() {{ :; }}\n{turns}"
+    subprocess.run(["bash", "-c", script, "job", "1"], env=env, timeout=60)
+    assert (tmp_path / "calls").read_text().splitlines()[-1].startswith(last)

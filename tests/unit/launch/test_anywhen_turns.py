@@ -7,10 +7,11 @@ only Slurm's commands, the clock and the ranks are played.
 import heapq
 import itertools
 import json
+import os
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import pytest
 from launch import slurm
 from launch.anywhen import queue, record, turns
 from launch.anywhen.decision import Plan, Size
-from launch.anywhen.record import is_over, load, note, records, save
+from launch.anywhen.record import has_failed, is_over, load, note, records, save
 from rl.config.elastic import JobLimits
 from tests.unit.launch.test_anywhen import HOUR
 
@@ -44,7 +45,9 @@ class FakeJob:
     reason: str = "Priority"
     started: float = 0.0
     is_training: bool = False
-    exit_code: str = "0:15"
+    has_steps: bool = False
+    """Whether Slurm still lists a step of a job whose ranks have ended, as after a failure of the node."""
+    canceller: int = field(default_factory=os.getuid)
 
     @property
     def number(self) -> int:
@@ -71,6 +74,7 @@ class HostileSlurm:
         self.steps, self.speed = 0.0, 1.0
         self.kills = False
         """Whether the process that requests a job is killed before it notes the id."""
+        self.accounts = True
         self.kinds = Counter[str]()
         sizes = [Size(nodes, 480.0 / nodes) for nodes in (1, 2, 4)]
         times = dict(start_s=60.0, lead_s=60.0, turn_s=TURN_S)
@@ -132,7 +136,7 @@ class HostileSlurm:
             self.meanwhile.pop()()
         broken = self.rng.random() < self.faults
         act = {"sbatch": self._sbatch, "scancel": self._scancel, "squeue": self._squeue, "sinfo": self._sinfo}
-        act |= {"scontrol": self._scontrol}
+        act |= {"sacct": self._sacct}
         if command[0] == "sbatch" and "--test-only" not in command:
             return self._sbatch(command, broken)
         if broken and (self.rng.random() < 0.5 or command[0] == "scancel"):
@@ -181,6 +185,9 @@ class HostileSlurm:
         assert not self.limits.node_hours or booked <= self.limits.node_hours * HOUR + 1
 
     def _squeue(self, command: tuple[str, ...], broken: bool) -> str:
+        if "-s" in command:
+            job = self.jobs[command[4]]
+            return f"{job.id}.extern\n" + f"{job.id}.0\n" * (job.is_training or job.has_steps)
         if "--me" not in command:
             return ""
         return "".join(
@@ -199,9 +206,11 @@ class HostileSlurm:
     def _sinfo(self, command: tuple[str, ...], broken: bool) -> str:
         return "".join(f"main*|node{n}\n" for n in range(self.idle()))
 
-    def _scontrol(self, command: tuple[str, ...], broken: bool) -> str:
-        job = self.jobs[command[-1]]
-        return f"ExitCode={job.exit_code} NodeList={'node1' if job.started else '(null)'} End=\n"
+    def _sacct(self, command: tuple[str, ...], broken: bool) -> str:
+        if not self.accounts:
+            raise slurm.SlurmError("Slurm accounting storage is disabled")
+        job = self.jobs[command[5]]
+        return f"CANCELLED by {job.canceller}\n" if job.state == "CANCELLED" else f"{job.state}\n"
 
     def idle(self) -> int:
         return NODES - sum(job.nodes for job in self.live() if job.state != "PENDING")
@@ -323,14 +332,25 @@ def test_a_job_that_the_user_cancels_is_not_replaced(hostile):
     assert len(fake.requests) == 3 and fake.live()
 
 
-def test_a_job_that_is_being_cancelled_requests_no_other(hostile):
+CANCELLED = "slurmstepd: error: *** JOB {} ON node1 CANCELLED AT 2026-11-30T00:00:00{} ***\n"
+
+
+@pytest.mark.parametrize(("reason", "requests"), [("", 1), (" DUE TO PREEMPTION", 2)])
+def test_only_a_job_that_is_being_cancelled_requests_no_other(hostile, reason, requests):
+    """Slurm ends a job that it pre-empts in the same way."""
     fake = hostile(JobLimits(jobs=2))
     fake.turn()
-    fake.sleep(30)
+    fake.sleep(90 - TURN_S)
     (first,) = fake.live()
-    first.state = "COMPLETING"
-    turns.end_job(fake.directory, first.number, 30, 0)
-    assert len(fake.requests) == 1
+    first.state, first.is_training = "COMPLETING", False
+    log = Path(fake.plan.file).parent / f"{first.name}-{first.id}.out"
+    log.write_text("x" * 2_000_000 + CANCELLED.format(first.id, reason) + "Error: killed\n" * 100)
+    fake.now += 60.0
+    fake.later(30, lambda: fake.end(first, "PREEMPTED" if reason else "CANCELLED"))
+    turns.end_job(fake.directory, first.number, 90, 143)
+    assert len(fake.requests) == requests
+    fake.sleep(HOUR / 6)
+    assert any(job.is_training for job in fake.live()) == (requests == 2)
 
 
 def test_after_a_cancelled_successor_the_job_trains_to_its_end(hostile):
@@ -397,19 +417,89 @@ def test_the_user_may_cancel_a_job_that_the_run_could_not(hostile):
     assert f"job {successor.id} was cancelled" in fake.turn()
 
 
+def fail_to_launch(job: FakeJob) -> None:
+    job.state, job.reason, job.started = "PENDING", "launch failed requeued held", 0.0
+
+
 def test_a_job_whose_launch_failed_is_replaced_until_three_failed(hostile):
-    """Slurm cancels a job whose prolog failed, with its nodes and exit code 0:0."""
+    """Slurm requeues a job whose prolog failed, and holds it."""
+    fake = hostile(JobLimits(jobs=2))
+    fake.begin = fail_to_launch
+    fake.every(TURN_S, fake.turn, lambda: True)
+    fake.sleep(3 * HOUR)
+    assert "3 jobs failed without a newer checkpoint" in fake.turn()
+    assert len(fake.requests) == 3 and not fake.live()
+
+
+def test_failed_launches_beside_a_job_that_trains_stop_nothing(hostile):
+    """Nor does their sum with those after it: it brought a checkpoint."""
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    step, fake.speed = fake.steps, 0.0
+    for _ in range(3):
+        fail_to_launch(fake.live()[-1])
+        fake.sleep(900)
+    assert first.is_training and int(fake.steps) == int(step) and len(fake.requests) >= 5
+    assert not is_over(fake.directory, fake.plan)
+    fake.speed = 1.0
+    fake.sleep(90)
+    fake.end(first, "NODE_FAIL")
+    fake.sleep(60)
+    assert [job.is_training for job in fake.live()[:1]] == [True]
+
+
+def test_failures_count_in_the_order_of_their_ends(hostile):
+    """The first job trained until a new checkpoint, after the second one and the third one had failed."""
+    fake = hostile(JobLimits())
+    for number, ended, code in ((1, 40, 75), (2, 20, 1), (3, 30, 1), (4, 50, 1)):
+        fake.now = ended
+        note(fake.directory, number, "asked", nodes=1, seconds=600.0)
+        note(fake.directory, number, "begun", step=0)
+        note(fake.directory, number, "ended", code=code, seconds=10.0, step_s=0.0)
+    assert not has_failed(fake.directory)
+    for number, ended in ((5, 60), (6, 70)):
+        fake.now = ended
+        note(fake.directory, number, "asked", nodes=1, seconds=600.0)
+        note(fake.directory, number, "begun", step=0)
+        note(fake.directory, number, "ended", code=1, seconds=10.0, step_s=0.0)
+    assert has_failed(fake.directory)
+
+
+def test_a_job_that_is_cancelled_before_it_begins_ends_the_run(hostile):
+    """The prolog of its nodes is slow."""
     fake = hostile(JobLimits(jobs=2))
     fake.begin = lambda job: None
-    for number in (1, 2, 3):
-        fake.turn()
-        (job,) = fake.live()
-        fake.sleep(5)
-        assert job.started and job.number == number
-        fake.end(job, "CANCELLED")
-        job.exit_code = "0:0"
-        fake.sleep(300)
-    assert "failed without a newer checkpoint" in fake.turn() and len(fake.requests) == 3
+    fake.turn()
+    fake.sleep(30)
+    (job,) = fake.live()
+    assert job.started
+    fake.end(job, "CANCELLED")
+    fake.sleep(HOUR)
+    assert f"job {job.id} was cancelled" in fake.turn() and len(fake.requests) == 1
+
+
+def test_a_job_that_an_administrator_cancels_is_replaced(hostile):
+    """Slurm's accounting knows who it was. Until it does, the successor waits."""
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    first.canceller += 1
+    answers, fake._sacct = fake._sacct, lambda *_: "RUNNING\n"
+    fake.later(60, lambda: setattr(fake, "_sacct", answers))
+    fake.end(first, "CANCELLED")
+    before = fake.now
+    fake.sleep(2)
+    assert successor.is_training and before + 60 < fake.now < before + 70
+    assert not is_over(fake.directory, fake.plan)
+
+
+def test_without_accounting_each_cancellation_is_the_users(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    fake.accounts = False
+    first, _ = two_jobs(fake)
+    first.canceller += 1
+    fake.end(first, "CANCELLED")
+    fake.sleep(60)
+    assert f"job {first.id} was cancelled" in fake.turn()
 
 
 def test_a_state_of_a_newer_slurm_that_waits_holds_the_job(hostile):
@@ -417,7 +507,7 @@ def test_a_state_of_a_newer_slurm_that_waits_holds_the_job(hostile):
     _, successor = two_jobs(fake)
     for state in ("RESV_DEL_HOLD", "NEWER"):
         successor.state = state
-        assert [job.is_held for job in queue.jobs_of(fake.plan)[0]] == [False, True]
+        assert [bool(job.held) for job in queue.jobs_of(fake.plan)[0]] == [False, True]
 
 
 def test_a_job_that_starts_while_it_is_cancelled_keeps_its_place(hostile):
@@ -518,11 +608,23 @@ def test_a_job_that_waited_too_long_requests_another(hostile):
     """It does not know whether the ranks of the first one have ended."""
     fake = hostile(JobLimits())
     first, successor = two_jobs(fake)
-    first.state, first.is_training = "COMPLETING", False
+    first.state, first.is_training, first.has_steps = "COMPLETING", False, True
     fake.start(successor)
     before = len(fake.requests)
     fake.begin(successor)
     assert successor.state == "COMPLETED" and len(fake.requests) == before + 1
+
+
+def test_a_job_whose_epilog_hangs_delays_nobody(hostile):
+    """Its batch script was killed before it noted the end, but Slurm lists none of its steps any more."""
+    fake = hostile(JobLimits())
+    first, successor = two_jobs(fake)
+    first.state, first.is_training, first.has_steps = "COMPLETING", False, True
+    fake.start(successor)
+    fake.later(30, lambda: setattr(first, "has_steps", False))
+    before = fake.now
+    fake.begin(successor)
+    assert successor.is_training and before + 25 < fake.now < before + 40
 
 
 def test_a_job_that_ends_is_no_successor(hostile):
@@ -553,6 +655,18 @@ def test_a_job_that_could_not_look_at_the_queue_requests_another(hostile):
     assert successor.state == "COMPLETED" and [job.is_training for job in fake.live()[:1]] == [True]
 
 
+def test_an_ending_job_waits_for_slurms_answer(hostile):
+    """Without it nobody can use the nodes."""
+    fake = hostile(JobLimits(jobs=2))
+    fake.turn()
+    fake.sleep(30)
+    (first,) = fake.live()
+    answers, fake._squeue = fake._squeue, no_answer
+    fake.later(HOUR / 2, lambda: setattr(fake, "_squeue", answers))
+    fake.end_ranks(first, 75)
+    assert len(fake.requests) == 2 and HOUR / 2 < fake.now < HOUR / 2 + 300
+
+
 def test_a_job_at_its_time_limit_requests_a_successor(hostile):
     """Nobody cancelled it, although Slurm ends it in the same way."""
     fake = hostile(JobLimits(jobs=2))
@@ -574,7 +688,7 @@ def test_a_disk_that_fails_once_ends_nothing(hostile, monkeypatch):
             raise failures.pop()
         return load(directory)
 
-    monkeypatch.setattr(turns, "load", failing)
+    monkeypatch.setattr(record, "load", failing)
     assert turns.follow(fake.directory, turns=2) == "" and len(fake.requests) == 1
     fake.sleep(30)
     (first,) = fake.live()
