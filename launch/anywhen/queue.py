@@ -88,9 +88,9 @@ def is_cancelled(plan: Plan, number: int, job: str) -> bool:
 
 
 def has_steps(job: str) -> bool:
-    """Return whether Slurm lists a step of a job that srun started, because it may have processes."""
+    """Return whether Slurm lists a step of a job that may have processes; the run's lock asks the same."""
     steps = slurm.run("squeue", "-h", "-s", "-j", job, "-o", "%i").split()
-    return any(re.search(r"\.\d+$", step) for step in steps)
+    return not all(step.endswith(".extern") for step in steps)
 
 
 def idle_nodes(plan: Plan) -> dict[str, list[float]]:
