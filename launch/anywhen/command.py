@@ -38,7 +38,8 @@ trap again EXIT
 perhaps elsewhere. Slurm, too, requeues a job until then, for example after a prolog that fails."""
 TURNS = r"""
 export NO_REQUEUE=1 # a successor waits instead
-turns=(env "PYTHONPATH=$LOCKSTEP_ROOT" {python} -m launch.anywhen.turns)
+mapfile -d '' -t inherited </proc/$$/environ # no successor inherits paths of this node, as of a staged copy
+turns=(env -i "${{inherited[@]}}" "PYTHONPATH=$LOCKSTEP_ROOT" {python} -m launch.anywhen.turns)
 record={directory} number=$1
 code=0
 words=$("${{turns[@]}}" begin "$record" "$number" $SECONDS) || code=$?

@@ -70,7 +70,7 @@ def test_the_last_step_gets_a_job():
 
 
 COMMAND = """#!/bin/bash
-echo "$(basename "$0")" "$@" >>"$CALLS"
+echo "$(basename "$0")" "$@" "${STAGED:-}" >>"$CALLS"
 case $(basename "$0")-$3 in
 squeue-*) echo "$STATE" ;;
 python-begin) exit "$CODE" ;;
@@ -96,6 +96,8 @@ def test_a_job_whose_turns_do_not_begin_starts_again(code, state, restarts, last
     turns = TURNS.format(python=tmp_path / "python", directory=tmp_path, train="config.yaml")
     env = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", CALLS=str(tmp_path / "calls"), STATE=state)
     env |= dict(CODE=str(code), SLURM_RESTART_COUNT=str(restarts), SLURM_JOB_ID="7", LOCKSTEP_ROOT="/")
-    script = f"set -eu\n{GUARD}train() {{ :; }}\n{turns}"
+    script = f"set -eu\n{GUARD}export STAGED=/copy\ntrain() {{ :; }}\n{turns}"
     subprocess.run(["bash", "-c", script, "job", "1"], env=env, timeout=60)
-    assert (tmp_path / "calls").read_text().splitlines()[-1].startswith(last)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[-1].startswith(last)
+    assert not [call for call in calls if call.startswith("python") and "/copy" in call]
