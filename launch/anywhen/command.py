@@ -48,9 +48,15 @@ if [ $code != 0 ]; then exit 0; fi # 3: the run does not need this job
 scontrol update JobId="$SLURM_JOB_ID" Requeue=0 || true
 layout=()
 if [ -n "$words" ]; then mapfile -t layout <<<"$words"; fi
-"${{turns[@]}}" follow "$record" &
-follower=$!
-trap 'code=$?; kill $follower || true; "${{turns[@]}}" end "$record" "$number" $SECONDS $code' EXIT
+"${{turns[@]}}" follow "$record" "$number" $SECONDS &
+follower=$! terminated=
+trap terminated=1 TERM # when Slurm ends the job; the follower has the signal, too, and requests a successor
+finish() {{
+    if [ -n "$terminated" ] && wait $follower; then return; fi
+    {{ kill -KILL $follower && wait $follower; }} 2>/dev/null || true
+    "${{turns[@]}}" end "$record" "$number" $SECONDS "$1"
+}}
+trap 'finish $?' EXIT
 train {train} "${{layout[@]}}"
 """
 """End of a job's batch file: the turns around the ranks."""

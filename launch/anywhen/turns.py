@@ -1,7 +1,7 @@
 """Takes the turns of a run: inside each of its jobs, and on the login node with `submit --anywhen --stay`.
 
     python -m launch.anywhen.turns begin DIR NUMBER S     in a new job: wait for the trainer; print the layout
-    python -m launch.anywhen.turns follow DIR             beside the ranks: a turn per minute
+    python -m launch.anywhen.turns follow DIR NUMBER S    beside the ranks: a turn per minute; at SIGTERM: end
     python -m launch.anywhen.turns end DIR NUMBER S CODE  after the ranks: note the end, request a successor
 
 DIR is `<run.dir>/anywhen`, S the seconds since the job's start. Nothing is requested while Slurm does not
@@ -11,6 +11,7 @@ answer, or answers what cannot be, because a request without a view of the queue
 import itertools
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -196,12 +197,18 @@ def _report(message: object) -> None:
 
 
 def main(what: str, directory: str, *numbers: str) -> int:
-    path, values = Path(directory), list(map(int, numbers))
+    path, values, began = Path(directory), list(map(int, numbers)), time.monotonic()
     if what == "begin":
         return start_job(path, *values)
     if what == "end":
         return end_job(path, *values)
-    follow(path, own=os.environ["SLURM_JOB_ID"])
+    number, seconds = values
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        follow(path, own=os.environ["SLURM_JOB_ID"])
+    except SystemExit:  # Slurm ends the job, and kills this process soon
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end_job(path, number, seconds + int(time.monotonic() - began), 0)
     return 0
 
 

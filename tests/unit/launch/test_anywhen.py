@@ -74,6 +74,7 @@ echo "$(basename "$0")" "$@" "${STAGED:-}" >>"$CALLS"
 case $(basename "$0")-$3 in
 squeue-*) echo "$STATE" ;;
 python-begin) exit "$CODE" ;;
+python-follow) [ "$STATE" = RUNNING ] || { sleep 1; echo "python follow ends" >>"$CALLS"; } ;;
 esac
 """
 
@@ -86,6 +87,7 @@ esac
         (1, "RUNNING", 2, "scontrol requeue 7"),
         (1, "RUNNING", 3, "squeue"),
         (1, "COMPLETING", 0, "squeue"),
+        (0, "COMPLETING", 0, "python follow ends"),
     ],
 )
 def test_a_job_whose_turns_do_not_begin_starts_again(code, state, restarts, last, tmp_path):
@@ -96,7 +98,8 @@ def test_a_job_whose_turns_do_not_begin_starts_again(code, state, restarts, last
     turns = TURNS.format(python=tmp_path / "python", directory=tmp_path, train="config.yaml")
     env = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", CALLS=str(tmp_path / "calls"), STATE=state)
     env |= dict(CODE=str(code), SLURM_RESTART_COUNT=str(restarts), SLURM_JOB_ID="7", LOCKSTEP_ROOT="/")
-    script = f"set -eu\n{GUARD}export STAGED=/copy\ntrain() {{ :; }}\n{turns}"
+    work = "kill -TERM $$" if state == "COMPLETING" else ":"
+    script = f"set -eu\n{GUARD}export STAGED=/copy\ntrain() {{ {work}; }}\n{turns}"
     subprocess.run(["bash", "-c", script, "job", "1"], env=env, timeout=60)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[-1].startswith(last)
