@@ -92,6 +92,7 @@ class CarryOver(Generation):
         due: set[int] = set()
         if config.on_stale == "finish":
             due = {i for i, group in enumerate(unfinished) if group.oldest < oldest_allowed}
+        ending = [unfinished[i] for i in due]
         num_missing, purpose = self._num_wanted - len(complete), self._purpose(round)
         if num_missing > 0 or due:
             unfinished = extend(unfinished, self._continue(unfinished, due, num_missing, purpose))
@@ -102,7 +103,9 @@ class CarryOver(Generation):
         kept = sorted((g for g in rest if g.oldest >= oldest_allowed), key=lambda group: group.prompt.draw)
         self.frontier = Frontier(tuple(kept), first + len(prompts))
         dropped = [group for group in rest if group.oldest < oldest_allowed]
-        check_groups(groups, self.frontier.num_drawn, taken=taken, carried=kept, dropped=dropped)
+        parts = dict(taken=taken, carried=kept, dropped=dropped, due=ending)
+        limit = config.max_staleness
+        check_groups(groups, self.frontier.num_drawn, **parts, version=version, max_staleness=limit)
         self._consumed += taken
         self._dropped += dropped
         self._log_metrics()

@@ -1,7 +1,10 @@
-"""Checks that a step with carry-over loses no group, takes none twice, and prefers the oldest ones."""
+"""Checks that a step with carry-over loses no group, takes none twice, prefers the oldest ones, and drops
+only groups that are too old."""
 
 from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
 
 from rl.checks.batches import CheckFailed
 from rl.rollout.sampled_group import SampledGroup
@@ -14,12 +17,16 @@ def check_groups(
     taken: Sequence[SampledGroup],
     carried: Sequence[SampledGroup],
     dropped: Sequence[SampledGroup],
+    due: Sequence[SampledGroup],
+    version: int,
+    max_staleness: int,
 ) -> None:
-    """Raise CheckFailed if the parts of a step are not its groups, or a complete group that is older than a
-    taken one stays.
+    """Raise CheckFailed if the parts of a step are not its groups, if a complete group that is older than a
+    taken one stays, or if other groups are dropped or due than those that the next step may not use.
 
     before: the groups that were carried into the step or drawn in it. num_drawn: number of prompts that the
-    run has drawn, which is above the number of every draw.
+    run has drawn, which is above the number of every draw. due: groups as they were before this step had to
+    complete them. version: version of the policy in this step.
     """
     numbers = Counter(group.prompt.draw for group in before)
     parts = Counter(group.prompt.draw for part in (taken, carried, dropped) for group in part)
@@ -31,12 +38,22 @@ def check_groups(
             f"the groups of this step, and {parts[draw]} times among its trained, carried and dropped ones: "
             "groups were lost or doubled, or a resume counts draws from another number."
         )
+    for name, part in {"carried": carried, "dropped": dropped, "completed at once": due}.items():
+        for group in part:
+            versions = np.concatenate([sample.weight_versions for sample in group.samples])
+            staleness = version + 1 - int(versions.min(initial=version + 1))
+            if (staleness > max_staleness) != (part is not carried):
+                raise CheckFailed(
+                    f"carry-over check: group {group.prompt.draw} was {name}, but its oldest token has the "
+                    f"staleness {staleness} in the next step, and rollout.max_staleness={max_staleness}: "
+                    "groups are dropped or completed too early, or carried for too long."
+                )
     left = [group for part in (carried, dropped) for group in part if not group.unfinished]
     ages = [[(group.oldest, group.prompt.draw) for group in part] for part in (taken, left)]
     if all(ages) and max(ages[0]) > min(ages[1]):
-        (version, draw), (older, other) = max(ages[0]), min(ages[1])
+        (newer, draw), (older, other) = max(ages[0]), min(ages[1])
         raise CheckFailed(
-            f"carry-over check: group {draw} of version {version} is trained before the complete group "
+            f"carry-over check: group {draw} of version {newer} is trained before the complete group "
             f"{other} of version {older}: groups are chosen by another order than their age, for example by "
             "length."
         )

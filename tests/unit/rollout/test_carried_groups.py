@@ -144,20 +144,24 @@ def test_longest_first_is_stable_and_expects_the_mean():
     assert lengths.longest_first([5, 7, 6, 8]) == [3, 0, 2, 1]
 
 
-def test_lost_doubled_and_younger_groups_are_found():
+def test_lost_doubled_younger_and_early_groups_are_found():
     ended = [
         SampledGroup(prompt(n, 20), (sample(0, 4, 1, version=n), sample(1, 5, version=n))) for n in range(4)
     ]
     begun = groups()[1]  # draw 4
-    everything = [*ended, begun]
-    parts = dict(taken=ended[:2], carried=[ended[2], begun], dropped=[ended[3]])
-    check_groups(everything, 5, **parts)
-    for message, number, change in (
-        ("number 2 is 1 times .* and 0 times", 5, dict(carried=[begun])),
-        ("number 1 is 1 times .* and 2 times", 5, dict(dropped=[ended[1], ended[3]])),
-        ("of 4 drawn prompts, number 4", 4, {}),
-        ("group 3 of version 3 is trained before the complete group 1 of version 1", 5,
-         dict(taken=[ended[0], ended[3]], dropped=[ended[1]])),
+    everything, rest = [*ended, begun], [*ended[2:], begun]
+    right = dict(num_drawn=5, taken=ended[:2], carried=rest, dropped=[], due=[], version=3, max_staleness=3)
+    check_groups(everything, **right)
+    early = r"but its oldest token has the staleness 1 in the next step, and rollout.max_staleness=3"
+    for message, change in (
+        ("number 2 is 1 times .* and 0 times", dict(carried=rest[1:])),
+        ("number 1 is 1 times .* and 2 times", dict(dropped=ended[1:2])),
+        ("of 4 drawn prompts, number 4", dict(num_drawn=4)),
+        ("group 3 of version 3 is trained before the complete group 1 of version 1",
+         dict(taken=[ended[0], ended[3]], carried=[ended[1], ended[2], begun])),
+        (f"group 3 was dropped, {early}", dict(dropped=ended[3:], carried=[ended[2], begun])),
+        (f"group 3 was completed at once, {early}", dict(due=ended[3:])),
+        ("group 2 was carried, .* the staleness 2 in .*max_staleness=1", dict(max_staleness=1)),
     ):  # fmt: skip
         with pytest.raises(CheckFailed, match=message):
-            check_groups(everything, number, **(parts | change))
+            check_groups(everything, **(right | change))
