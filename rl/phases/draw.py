@@ -37,6 +37,8 @@ class Draw:
         """Rows of the last draw."""
         self.num_drawn = 0
         """Rows that the steps of the run have drawn, including steps before a resume."""
+        self.num_learned = 0
+        """Rows that its complete steps have drawn: an aborted step has drawn more."""
 
     @property
     def epochs(self) -> float:
@@ -83,11 +85,12 @@ class Draw:
             )
 
     def check_cursor(self, cursor: Mapping[str, Any]) -> None:
-        """Raise CheckFailed unless a cursor, taken in a step, is behind the prompts of this step."""
-        if cursor["num_drawn"] != self.num_drawn:
+        """Raise CheckFailed unless a cursor is behind the prompts of the last complete step."""
+        if cursor["num_drawn"] != self.num_learned:
             raise CheckFailed(
                 f"draw check: a checkpoint of this step would continue after {cursor['num_drawn']} prompts, "
-                f"but the steps have drawn {self.num_drawn}: a resumed run would repeat or skip prompts."
+                f"but complete steps have drawn {self.num_learned}: the data cursor is that of another "
+                "moment, so a resumed run would repeat or skip prompts."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,4 +102,4 @@ class Draw:
         """Continue from a cursor. Raises ValueError if the cursor does not fit the data."""
         self._order.load_state_dict(state["sampler"])
         is_same = state.get("num_prompts") == len(self.rows)  # else the data has other prompts now
-        self.num_drawn = state["num_drawn"] if is_same else self._order.num_drawn or 0
+        self.num_drawn = self.num_learned = state["num_drawn"] if is_same else self._order.num_drawn or 0

@@ -222,6 +222,7 @@ class TrainingLoop:
                 self._phases.sampler.refit()
             self._checkpoints.check_resumed()
             self._cursor = self._collect_and_learn()
+        self._phases.draw.num_learned = self._phases.draw.num_drawn
         self._phases.draw.check_cursor(self._cursor)
         step.log_performance(num_ranks=job().world_size)
         step.metrics["training/epoch"] = self._phases.draw.epochs
@@ -279,4 +280,6 @@ class TrainingLoop:
     def _save(self, number: int, metrics: dict[str, float]) -> None:
         self._phases.sampler.before_save()
         self._log.flush()
-        self._checkpoints.save(number, self._checkpoints.state(self._cursor), metrics)
+        state = self._checkpoints.state(self._cursor)
+        self._phases.draw.check_cursor(state)
+        self._checkpoints.save(number, state, metrics)

@@ -79,9 +79,13 @@ def test_sources_of_a_mixture_are_drawn_again():
     own = draw(3)
     for _ in range(5):
         own.next(4)
+    own.num_learned = own.num_drawn
     own.check_cursor(own.state_dict())
-    with pytest.raises(CheckFailed, match="would continue after 16 prompts, but the steps have drawn 20"):
-        own.check_cursor(own.state_dict() | {"num_drawn": 16})
+    own.next(4)  # by a step that is aborted
+    with pytest.raises(
+        CheckFailed, match="would continue after 24 prompts, but complete steps have drawn 20"
+    ):
+        own.check_cursor(own.state_dict())
     with pytest.raises(CheckFailed, match="rows of the files"):
         draw(4).next(32)
 
