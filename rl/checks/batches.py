@@ -7,6 +7,7 @@ has the same batch. Therefore CheckFailed is raised on every rank.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,14 @@ from rl.data.batch import Batch, segment_counts
 from rl.data.prompts import Prompt
 from rl.objectives.log_ratio import MAX_LOG_RATIO
 from rl.objectives.segments import segment_sum
+from rl.rewards.score import INVALID
 
 RISK = 1e-12
 """Maximum probability that a statistical check ends a healthy run at one step, for every model and dtype."""
+MAX_SUBSETS = 10
+"""Number of subsets of a prompt's samples above which a statistic of a validation is not computed again."""
+Graded = tuple[float, str | None]
+"""Value and answer of a sample; None: it has no answer."""
 RATIO_ERROR = 0.01
 """Relative rounding error of the ratio of a long sample."""
 
@@ -118,30 +124,60 @@ def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: 
         )
 
 
-def check_table(batch: Batch, number: int, metrics: Mapping[str, float]) -> None:
-    """Check mean, best and spread of the accuracies and scores of a validation, computed again from its
-    samples.
+def check_table(batch: Batch, metrics: Mapping[str, float], answers: Sequence[str | None] = ()) -> None:
+    """Check the statistics of the accuracies and scores of a validation, computed again from its samples.
 
-    number: samples per prompt.
+    answers: for the majority vote, in the order of the batch.
     """
     columns = {"acc": batch.outcomes, "score": batch.column("scores")}
-    of_prompts: dict[tuple[str, str], dict[int, list[float]]] = {}
+    of_prompts: dict[tuple[str, str], dict[int, list[Graded]]] = {}
     for variable, column in columns.items():
-        for group, value in zip(batch.groups.tolist(), column.tolist()):
+        samples = zip(batch.groups.tolist(), column.tolist(), answers or [None] * len(batch))
+        for group, value, answer in samples:
             own = of_prompts.setdefault((batch.prompts[group].data_source, variable), {})
-            own.setdefault(group, []).append(value)
+            own.setdefault(group, []).append((value, answer))
     for (source, variable), groups in of_prompts.items():
-        statistics: dict[str, Callable[..., Any]] = {f"mean@{number}": np.mean, f"std@{number}": np.std}
-        statistics[f"best@{number}/mean"] = max
-        for name, statistic in statistics.items():
-            value = float(np.mean([statistic(own) for own in groups.values()]))
-            names = (f"{section}/{source}/{variable}/{name}" for section in ("val-core", "val-aux"))
-            found = next((metrics[key] for key in names if key in metrics), None)
-            if found is not None and not abs(found - value) <= 1e-6 * max(1.0, abs(value)):
+        for key, found in metrics.items():
+            section, _, name = key.partition(f"/{source}/{variable}/")
+            if section not in ("val-core", "val-aux"):
+                continue
+            value = np.mean([_statistic(name, own) for own in groups.values()])
+            if not (math.isnan(value) or abs(found - value) <= 1e-6 * (1 + abs(value))):
                 raise CheckFailed(
-                    f"validation check: {variable}/{name} of {source} is {found:.6g}, but samples of its "
-                    f"prompts give {value:.6g}: the table mixes samples of different prompts."
+                    f"validation check: {variable}/{name} of {source} is {found:.6g}, but samples of "
+                    f"its prompts give {value:.6g}: the table mixes samples of different prompts, or another "
+                    "statistic has this name."
                 )
+
+
+def _statistic(name: str, samples: list[Graded]) -> float:
+    """Return a statistic of a prompt's samples; NaN for one over more than MAX_SUBSETS subsets of them.
+
+    name: as in `rl.run.validation_metrics`, for example best@2/std.
+    """
+    kind, _, size = name.partition("/")[0].partition("@")
+    values = [value for value, _ in samples]
+    if kind in OF_SUBSETS:
+        if math.comb(len(samples), int(size)) > MAX_SUBSETS:
+            return math.nan
+        values = [OF_SUBSETS[kind](subset) for subset in combinations(samples, int(size))]
+    return float(np.std(values) if "std" in name else np.mean(values))
+
+
+def _majority(samples: Sequence[Graded]) -> float:
+    """Return the mean value of the most frequent answer, or of all samples if none votes."""
+    votes = Counter(answer for _, answer in samples if answer and answer.strip() not in ("", INVALID))
+    tied = [answer for answer, count in votes.items() if count == max(votes.values())]
+    means = [float(np.mean([value for value, own in samples if own == answer])) for answer in tied]
+    return float(np.mean(means or [value for value, _ in samples]))
+
+
+OF_SUBSETS: dict[str, Callable[[Sequence[Graded]], float]] = {
+    "best": lambda samples: max(value for value, _ in samples),
+    "worst": lambda samples: min(value for value, _ in samples),
+    "maj": _majority,
+}
+"""Statistic over subsets of the samples of a prompt -> its value for one subset."""
 
 
 def check_held_out(prompts: Sequence[Prompt], files: Sequence[str]) -> None:

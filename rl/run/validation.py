@@ -129,7 +129,7 @@ def _measure(
     }
     votes = None if answers is None else {source: answers[rows].tolist() for source, rows in members.items()}
     phases.step.metrics |= (found := validation_metrics(values, votes))
-    check_table(batch, k, found)
+    check_table(batch, found, predictions or ())
     if batch.turns is not None:
         failed = batch.score_details["failed"].double().reshape(shape).numpy()
         shares = {f"val-core/{name}/failed/mean@{k}": failed[rows].mean() for name, rows in members.items()}

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
+from tests.museum.rewards import FUNCTION
 
 PROMPTS, VALIDATION = "tokens of prompts", "results of a validation"
 VALIDATES = (
@@ -85,3 +86,15 @@ def validation_with_the_weights_before(bug: Bug, to_generation, self, step, refi
         engine.wake_cache()
         return {}
     return to_generation(self, step, refit_phase)
+
+
+@exhibit("scitix/sieval#88", overrides=(*VALIDATES, f"{FUNCTION}:voted"))
+@caught_by(VALIDATION, r"CheckFailed: validation check: acc/maj@\d.* is .*, but samples of its prompts give")
+def tied_votes_for_the_first_answer(bug: Bug) -> None:
+    """A tie was won by the answer that came first, so the metric changed with the order of the samples."""
+    from rl.run import validation_metrics
+
+    @bug.replaces(validation_metrics, "_majority")
+    def first(majority, values, answers, subsets):
+        places = [answers.index(answer) for answer in answers]
+        return majority(values, answers, subsets * [1 - 1e-9 * place for place in places])

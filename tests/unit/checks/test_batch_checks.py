@@ -30,6 +30,7 @@ from rl.data.batch import Batch, concatenate, pair_up
 from rl.data.prompts import Prompt
 from rl.models.fp8_blocks import quantised
 from rl.phases.policy_gradient import policy_loss
+from rl.run.validation_metrics import validation_metrics
 from tests.configs import config_with
 from tests.each import each
 
@@ -113,10 +114,24 @@ def test_a_validation_whose_scores_are_those_of_other_prompts_is_found():
     batch.scores, batch.score_details = torch.arange(12.0), dict.fromkeys(("acc", "failed"), torch.zeros(12))
     of_prompts = batch.scores.double().reshape(4, 3)
     found = {"val-aux/toy/score/std@3": float(of_prompts.std(1, correction=0).mean())}
-    check_table(batch, 3, found)
+    check_table(batch, found)
     mixed = batch.scores.double().reshape(3, 4).t()
     with pytest.raises(CheckFailed, match="validation check: score/std@3 of toy is"):
-        check_table(batch, 3, {"val-aux/toy/score/std@3": float(mixed.std(1, correction=0).mean())})
+        check_table(batch, {"val-aux/toy/score/std@3": float(mixed.std(1, correction=0).mean())})
+
+
+def test_statistics_of_a_validation_are_computed_again():
+    batch, _ = sampled(6, groups=2, size=4)
+    batch.scores = torch.tensor([1.0, 0, 0, 1, 0, 1, 1, 0])
+    batch.score_details = dict.fromkeys(("acc", "failed"), torch.zeros(8))
+    answers = ["1", "2", "2", "1", None, "3", "4", "[INVALID]"]
+    tables = {"toy": {"score": batch.scores.double().reshape(2, 4).numpy()}}
+    found = validation_metrics(tables, {"toy": [answers[:4], answers[4:]]})
+    assert found["val-core/toy/score/maj@4/mean"] == 0.75
+    check_table(batch, found, answers)
+    for name in found:
+        with pytest.raises(CheckFailed, match="or another statistic has this name"):
+            check_table(batch, found | {name: found[name] + 0.01}, answers)
 
 
 def test_blocks_with_coarse_factors_are_found(monkeypatch):
