@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rl.rollout.batches import SamplesDiffer
 from rl.rollout.samples import Completion, Request, context_digest
 from rl.rollout.sampling import PARAMETERS, Sampling, parameters_code
 from rl.runtime import tracing
@@ -84,6 +85,8 @@ class Live:
     seed: int
     sampling: int
     """`parameters_code` of the parameters that vLLM's scheduler has for the request."""
+    changes: list[tuple[int, int]] = field(default_factory=list)
+    """Pairs (number of log-probs so far, new version), for `check_versions`."""
 
     def versions(self, num_tokens: int) -> np.ndarray:
         """Return the version of each of the request's tokens, int32 [num_tokens]."""
@@ -91,6 +94,18 @@ class Live:
         for first, version in self.spans:
             versions[first:] = version
         return versions
+
+    def check_versions(self, versions: np.ndarray) -> None:
+        """Raise SamplesDiffer unless each token has the version that was noted after its log-prob's place."""
+        starts, later = zip((0, self.spans[0][1]), *self.changes)
+        expected = np.repeat(later, np.diff([*starts, len(versions)]))
+        if not np.array_equal(versions, expected):
+            token = int((versions != expected).argmax())
+            raise SamplesDiffer(
+                f"sample check: token {token} of a request has the version {versions[token]} of the weights, "
+                f"but version {expected[token]} sampled it: the versions of tokens are counted from another "
+                "place than the response's first token, or a refit was not noted."
+            )
 
 
 class Calls:
@@ -169,11 +184,13 @@ class Calls:
         assert finished.prompt_token_ids is not None, "the engine is given tokens, not texts"
         for part in self._engine.parts if len(output.token_ids) else ():
             held |= part.completion(self._engine, live.internal_id, output)
+        versions = live.versions(len(output.token_ids))
+        live.check_versions(versions)
         return Completion(
             token_ids=np.asarray(output.token_ids, np.int32),
             logprobs=np.asarray(logprobs, np.float32),
             end=output.finish_reason if output.finish_reason in ("length", "abort") else "stop",
-            weight_versions=live.versions(len(output.token_ids)),
+            weight_versions=versions,
             held=held,
             context_digest=context_digest(finished.prompt_token_ids),
             seed=live.seed,
@@ -204,3 +221,5 @@ class Calls:
         for live in self._live.values():
             request = self._engine.scheduler.requests[live.internal_id]
             live.spans.append((request.num_output_tokens, version))
+            num_logprobs = len(self._engine.platform.logprobs_so_far(self._engine, live.internal_id))
+            live.changes.append((num_logprobs, version))
