@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,11 +161,12 @@ def _combine(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) -> Sc
     """Return the weighted sum of the functions' scores, sealed with `key`, the digest of their sample."""
     scores = [_graded(scorer, result) for scorer, result in zip(scorers, results)]
     total = sum(scorer.weight * score.values["score"] for scorer, score in zip(scorers, scores))
+    parts = tuple(score.values["score"] for score in scores)
     if to_finite(total) is None:
         raise RejectedResult(f"the weighted sum of the scores is {total}")
     if len(scores) == 1:
         score = Score({**scores[0].values, "score": total}, scores[0].prediction, scores[0].feedback)
-        return sealed(score, key)
+        return sealed(replace(score, parts=parts), key)
     values = {"score": total}
     for score in scores:
         if "acc" in score.values:
@@ -173,4 +175,4 @@ def _combine(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) -> Sc
         values |= {f"{scorer.name}/{name}": value for name, value in score.values.items()}
     prediction = next((score.prediction for score in scores if score.prediction is not None), None)
     feedback = "\n".join(score.feedback for score in scores if score.feedback is not None)
-    return sealed(Score(values, prediction, feedback or None), key)
+    return sealed(Score(values, prediction, feedback or None, parts=parts), key)

@@ -29,8 +29,10 @@ def other_score(pool: Any, samples: list, **options: Any) -> list:
 
     first, *scores = pool_score(pool, samples, **options)
     values = first.values | {"score": first.values["score"] + 0.25}
+    parts = tuple(part + 0.25 for part in first.parts)
     plan, _ = pickle.loads(pool._initialization)
-    return [sealed(Score(values, first.prediction), digest(calls_of(plan, samples[0]))), *scores]
+    other = Score(values, first.prediction, parts=parts)
+    return [sealed(other, digest(calls_of(plan, samples[0]))), *scores]
 
 
 def plant(stage: str, at: int) -> None:

@@ -148,7 +148,8 @@ class ScoringPool(Pool[ScoringWorker]):
             if isinstance(error, str):
                 jobs.finish(index, error)
             else:
-                jobs.finish(index, Score(message["values"], *texts, message["of"]))
+                seal, *parts = message["of"]
+                jobs.finish(index, Score(message["values"], *texts, seal, tuple(parts)))
         worker.set_deadline(self._timeout_s)
         if message.get("last"):
             jobs.give_back(list(worker.chunk))

@@ -3,8 +3,8 @@
 The pool sends pickles, after the first one chunks [(index, sample), ...]. It receives JSON lines:
 
     {"ready": is_async}                                                      once, after the import
-    {"i": index, "of": seal, "values": {name: number}, "prediction": text or null}    a score, which may
-                                                                             also have "feedback": text
+    {"i": index, "of": [seal, *parts], "values": {name: number}, "prediction": text or null}    a score, which
+                                                                             may also have "feedback": text
     {"i": index, "error": text, "last": bool}                                a failure; last: the host exits
     {"i": index, "waiting": true}                                            called, and now awaited
 """
@@ -92,7 +92,8 @@ class RewardHost(Host):
         self._runner.run(settle_all())
 
     def _answer(self, index: int, score: Score) -> None:
-        message = {"i": index, "of": score.seal, "values": score.values, "prediction": score.prediction}
+        message = {"i": index, "of": [score.seal, *score.parts]}
+        message |= {"values": score.values, "prediction": score.prediction}
         if score.feedback is not None:
             message["feedback"] = score.feedback
         if sum(map(len, score.values)) > MAX_LINE_BYTES // 32:  # a character may take 12 bytes

@@ -59,9 +59,11 @@ class ScoringWorker(WorkerProcess):
         if message.get("waiting") is True:
             return index not in self.awaited
         values, texts = message.get("values"), (message.get("prediction"), message.get("feedback"))
-        if not isinstance(values, dict) or "score" not in values or type(message.get("of")) is not int:
+        of = message.get("of")
+        if not isinstance(values, dict) or "score" not in values or not isinstance(of, list) or not of:
             return False
-        if not all(text is None or isinstance(text, str) for text in texts):
+        if type(of[0]) is not int or not all(text is None or isinstance(text, str) for text in texts):
             return False
-        finite = all(type(value) is float and math.isfinite(value) for value in values.values())
+        numbers = (*of[1:], *values.values())
+        finite = all(type(value) is float and math.isfinite(value) for value in numbers)
         return finite and all(map(str.isprintable, values))
