@@ -3,13 +3,14 @@
 A shifted row, exchanged sides of a pair or a wrong label changes no shape, and the loss still falls.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rl.config.schema import Data
+from rl.data.chat_template import template_of
 from rl.data.preferences import Labelled, PreferencePair
 from rl.data.prompts import GROUND_TRUTH, Prompt, value_at
 from rl.data.reading import FileRow, read_row, row_bytes
@@ -17,14 +18,19 @@ from rl.data.special_tokens import hide, special_ids
 
 NUM_COMPARED = 32
 """Number of rows that are compared, evenly spread over the data."""
+NUM_TURNS = 3
+"""Number of the first turns of a conversation that are rendered again, besides the last one."""
 READ_BYTES = 256 << 20
 """Bytes of files above which fewer rows are compared, at least one."""
 
 
-def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: Data) -> None:
+def check_responses(
+    rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, data: Data, end_ids: Collection[int] = ()
+) -> None:
     """Raise ValueError if the tokens of a response are not the text of its row, or a label is not the row's.
 
-    rows: pairs, labelled responses, or prompts; prompts without a response are not compared.
+    rows: pairs, labelled responses, or prompts; prompts without a response are not compared. end_ids: ids
+    that end a response, besides the tokenizer's.
     """
     special, ends = special_ids(tokenizer), list[bool]()
     cost = max((row_bytes(row.place) for row in rows[-1:] if row.place), default=0)
@@ -49,8 +55,9 @@ def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, dat
                 )
             if expected in found and name != "the last turn":  # a template may end turns in its own way
                 ends.append(not is_cut)
-        if isinstance(row, Prompt) and row.response_mask is not None:
-            _check_header(row, tokenizer, file_row.values.get(data.messages_key))
+        for before, response, mask, messages in _chats(row, file_row, data):
+            chat = [*before.tolist(), *response.tolist()], [*np.zeros(len(before)), *mask], messages
+            _check_turns(row.place, *chat, tokenizer, {*end_ids, tokenizer.eos_token_id}, data)
         if isinstance(row, Labelled) and row.label != bool(file_row.values[data.label_key]):
             raise ValueError(
                 f"row check: {row.place}: its label is read as {row.label}, unlike the column's."
@@ -62,24 +69,52 @@ def check_responses(rows: Sequence[Any], tokenizer: PreTrainedTokenizerBase, dat
         )
 
 
-def _check_header(row: Prompt, tokenizer: PreTrainedTokenizerBase, messages: Any) -> None:
-    """Raise ValueError if the loss covers the end of the header that the template writes before a turn."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        return
-    own = row.token_ids.tolist()
-    whole = own if row.response_ids is None else own + row.response_ids.tolist()
-    for place in [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]:
+def _check_turns(
+    place: str,
+    ids: list[int],
+    mask: list[float],
+    messages: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    ends: Collection[int],
+    data: Data,
+) -> None:
+    """Raise ValueError if the loss covers only a part of a turn of the assistant, or a token beside it.
+
+    A turn begins behind the generation prompt and ends with its token of `ends`, or with the token of `ends`
+    that follows. A template that marks turns may leave out a part. mask: 1 for tokens with a loss.
+    """
+    is_marked, is_whole = template_of(tokenizer).marks_turns, data.overlong_prompts in ("error", "drop")
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
+    for number in turns[:NUM_TURNS] + turns[NUM_TURNS:][-1:]:
         try:
-            found: Any = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True)
+            rendered: list[Any] = [
+                tokenizer.apply_chat_template(messages[:number], add_generation_prompt=True),
+                tokenizer.apply_chat_template(messages[: number + 1]),
+            ]
         except Exception:  # a template may refuse a part of a conversation
             continue
-        header = list(found["input_ids"] if hasattr(found, "keys") else found)
-        if own == header:
-            return
-        if len(own) < len(header) and header == whole[: len(header)]:
+        header, turn = (list(found["input_ids"] if hasattr(found, "keys") else found) for found in rendered)
+        first, last = len(header), len(turn)
+        is_equal = first < len(ids) and header == ids[:first] and turn[: len(ids)] == ids[:last]
+        if not is_equal or sum(token in ends for token in turn[first:]) > 1:
+            continue  # the beginning of a conversation may be rendered in another way
+        tokens = [*ids[:last], *(turn[len(ids) :] if is_whole else []), *ids[last : last + 1]]
+        loss = np.array([*mask[: last + 1], *[0.0] * (len(tokens) - len(mask[: last + 1]))]) > 0
+        end = next((i for i in range(first, len(tokens)) if tokens[i] in ends), None)
+        stop = last if end is None else end + 1
+        own, rest = loss[first:stop], loss[stop : last + 1]
+        what, part = "", slice(stop, last + 1)
+        if own.any() and loss[first - 1]:
+            what, part = "the end of the header before", slice(first - 1, first)
+        elif rest.any() and not is_marked:
+            what = "tokens behind"
+        elif own.any() and not is_marked and (not own[0] or (end is not None and not own.all())):
+            what, part = "only a part of", slice(first, stop)
+        if what:
             raise ValueError(
-                f"row check: {row.place}: the loss covers {tokenizer.decode(header[len(own) :])!r:.80}, the "
-                "end of the header before the assistant's turn, which the policy never samples."
+                f"row check: {place}: the loss covers {what} turn {number + 1} of the conversation, "
+                f"{tokenizer.decode(tokens[part])!r:.80}; the policy samples a turn with its end token, and "
+                "nothing else."
             )
 
 
@@ -97,8 +132,26 @@ def _sides(row: Any, file_row: FileRow, data: Data) -> Iterator[tuple[str, np.nd
         if mask is None:
             path = (data.response_key or GROUND_TRUTH).split(".")
             yield "the target", ids, value_at(file_row, path)
-        elif len(row.token_ids) + len(ids) < data.max_prompt_tokens:
+        elif data.overlong_prompts != "truncate_right":
             yield "the last turn", ids[mask > 0], values.get(data.messages_key)
+
+
+def _chats(
+    row: Any, file_row: FileRow, data: Data
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[dict]]]:
+    """Yield (tokens before, tokens of the response, its mask, messages) of the conversations of a row."""
+    values, mask = file_row.values, getattr(row, "response_mask", None)
+    found: list[tuple] = []
+    if isinstance(row, Prompt) and row.response_ids is not None and mask is not None:
+        found.append((row.token_ids, row.response_ids, mask, values.get(data.messages_key)))
+    prompt = values.get(data.prompt_key) if isinstance(values.get(data.prompt_key), list) else []
+    if isinstance(row, PreferencePair) and isinstance(values.get(data.chosen_key), list):
+        chats = [[*prompt, *values[key]] for key in (data.chosen_key, data.rejected_key)]
+        found.append((row.prompt_ids, row.chosen_ids, row.chosen_mask, chats[0]))
+        found.append((row.prompt_ids, row.rejected_ids, row.rejected_mask, chats[1]))
+    for chat in found if data.train_on != "all" else ():
+        if isinstance(chat[-1], list) and all(isinstance(m, dict) and "role" in m for m in chat[-1]):
+            yield chat
 
 
 def _last_text(value: Any) -> str | None:

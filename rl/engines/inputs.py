@@ -126,7 +126,7 @@ class Inputs:
             # Pairs have rules of their own.
             prompts = [row for row in rows if isinstance(row, Prompt)]
             check_rows(key, rows, self.tokenizer, own["vocab_size"])
-            check_responses(rows, self.tokenizer, config.data)
+            check_responses(rows, self.tokenizer, config.data, ends)
             check_rendering(prompts, self.tokenizer, key=key, max_prompt_tokens=config.data.max_prompt_tokens)
         self.rewards: RewardPlan | None = None
         if needs_reward(config):

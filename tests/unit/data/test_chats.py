@@ -10,8 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl.config.schema import Data
 from rl.data.chat_template import TOOL
 from rl.data.chats import load_chats
+from rl.data.responses_again import check_responses
 from tests.chat_templates import end_ids, template, tokenizer_of
 
 CHATML = (
@@ -112,7 +114,11 @@ def load(tmp_path, tokenizer, *rows, ends=(), write=None, **options):
     else:
         write(file, rows)
     options = {"messages_key": "messages", "train_on": "assistant", "max_tokens": 4096, **options}
-    return load_chats([file], tokenizer, end_token_ids=ends, **{"overlong": "error", **options})
+    found = load_chats([file], tokenizer, end_token_ids=ends, **{"overlong": "error", **options})
+    keys = dict(train_on=options["train_on"], max_prompt_tokens=options["max_tokens"])
+    data = Data(messages_key="messages", overlong_prompts=options.get("overlong", "error"), **keys)
+    check_responses(found, tokenizer, data, ends)
+    return found
 
 
 def trained_text(tokenizer, sample) -> list[str]:

@@ -3,15 +3,18 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from rl.checks.batches import CheckFailed
 from rl.config.schema import Data
+from rl.data.chats import load_chats
 from rl.data.preferences import load_preferences
 from rl.data.prompt_order import PromptOrder
 from rl.data.responses_again import check_responses
 from rl.phases.draw import Draw
-from tests.chat_templates import tokenizer_of
+from tests.chat_templates import end_ids, tokenizer_of
+from tests.each import each
 
 
 def test_exchanged_sides_and_rows_of_pairs_are_found(tmp_path):
@@ -37,6 +40,27 @@ def test_exchanged_sides_and_rows_of_pairs_are_found(tmp_path):
     for wrong in (sides, moved):
         with pytest.raises(ValueError, match=r"row check: .*row 1: the tokens of the chosen response say"):
             check_responses([wrong, *pairs[1:]], tokenizer, Data())
+
+
+@each("family", ["qwen2.5", "llama3.1", "deepseek-v3.1"])
+def test_a_loss_beside_the_turns_or_of_a_part_of_one_is_found(tmp_path, family):
+    chat = [{"role": role, "content": f"{role} {n}"} for n in range(2) for role in ("user", "assistant")]
+    path, tokenizer, ends = tmp_path / "chats.jsonl", tokenizer_of(family), end_ids(family)
+    path.write_text(json.dumps({"messages": chat}))
+    data = Data(messages_key="messages", max_prompt_tokens=128)
+    options = dict(messages_key="messages", train_on="assistant", max_tokens=128, overlong="error")
+    (right,) = load_chats([path], tokenizer, end_token_ids=ends, **options)
+    check_responses([right], tokenizer, data, ends)
+    mask = right.response_mask
+    later, sooner = np.append(0, mask[:-1]), np.append(mask[1:], 0)
+    for wrong, what in (
+        (np.maximum(mask, later), "tokens behind turn 2"),
+        (np.maximum(mask, sooner), "the end of the header before turn 4"),
+        (np.minimum(mask, later), "only a part of turn|the tokens of the last turn say 'sist"),
+        (np.minimum(mask, sooner), "only a part of turn"),
+    ):
+        with pytest.raises(ValueError, match=f"row check: .*, row 1: .*({what})"):
+            check_responses([replace(right, response_mask=wrong)], tokenizer, data, ends)
 
 
 def test_rows_in_the_order_of_another_epoch_are_found():
