@@ -146,6 +146,8 @@ class Reply:
     """Cause of the failure, if there is one."""
     digest: int = -1
     """`answer_digest` by the worker that gave the answer; -1 if unknown."""
+    task: int = -1
+    """reset: `task_digest` of the row that the worker received; -1 if unknown."""
     reopen: str = ""
     """How to repeat the session if another session of its process may have caused the failure. alone: in a
     process of its own, because a request of this session was in progress. shared: in a process with other
@@ -160,6 +162,12 @@ def answer_digest(request: str, answer: Mapping[str, Any]) -> int:
     content = [request, *(answer.get(name) or None for name in ("messages", "reward", "values"))]
     text = json.dumps(content, ensure_ascii=False, default=str)
     return zlib.crc32(text.encode("utf-8", "replace"))
+
+
+def task_digest(row: Mapping[str, Any]) -> int:
+    """Return a 32-bit hash of a row without its images."""
+    fields = {name: value for name, value in row.items() if name != "images"}
+    return zlib.crc32(json.dumps(fields, default=str, skipkeys=True).encode())
 
 
 # ---- tools ----

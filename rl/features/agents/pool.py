@@ -117,6 +117,7 @@ REPLY_FIELDS = {
     "failure": lambda v: isinstance(v, str),
     "cause": lambda v: v in tuple(Failure),
     "digest": lambda v: type(v) is int,
+    "task": lambda v: type(v) is int,
 }
 """Field of a message that answers a request -> function that returns whether a value of this field is
 valid."""

@@ -11,7 +11,8 @@ import numpy as np
 
 from rl.data.prompts import Prompt
 from rl.features.agents.chat import Chat
-from rl.features.agents.environment import Messages, Reply, answer_digest
+from rl.features.agents.environment import Messages, Reply, answer_digest, task_digest
+from rl.features.agents.pool import to_row
 from rl.features.agents.sight import Sight
 from rl.features.agents.trajectory import Trajectory
 from rl.rollout.source import StartedSample
@@ -89,12 +90,19 @@ class Session:
         return given, source
 
     def check_answer(self, reply: Reply) -> None:
-        """Raise WrongAnswer if a reply is not a worker's answer to the last request of this session."""
+        """Raise WrongAnswer if a reply is not a worker's answer to the last request of this session, or if
+        the environment did not begin with the row and the seed of the sample's group."""
         name = f"{self.address} {self.num_requests}"
         if reply.digest != -1 and reply.digest != answer_digest(name, vars(reply)):
             raise WrongAnswer(
                 f"the answer of an environment to request {self.num_requests} of trajectory {self.name} "
                 f"({reply.kind}) is not the one that its worker gave: answers were exchanged or changed."
+            )
+        own = to_row(self.start.prompt) | {"seed": self.start.seed} if reply.task != -1 else {}
+        if reply.task not in (-1, task_digest(own)):
+            raise WrongAnswer(
+                f"the environment of trajectory {self.name} began with another row or seed than its group's: "
+                "the samples of a group would have different tasks, and rewards that cannot be compared."
             )
         if reply.kind in ("score", "run") and reply.values:
             self.answered = dict(reply.values)

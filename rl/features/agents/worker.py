@@ -49,6 +49,7 @@ from rl.features.agents.environment import (
     ToolCalls,
     answer_digest,
     load_environment,
+    task_digest,
 )
 from rl.features.agents.observations import content, is_observation, with_uris
 from rl.rewards.score import to_finite, to_score
@@ -175,6 +176,7 @@ class TrajectoryEnvironment:
 
     def __init__(self, host: EnvironmentHost, environment: LoadedEnvironment, row: dict[str, Any]):
         self._host, self._environment, self._row = host, environment, row
+        self._task = task_digest(row)  # before the environment may change it
         self._instance: Any = None
         self._tools: dict[str, Tool] = {}
         self._listed: list[str] = []
@@ -211,7 +213,8 @@ class TrajectoryEnvironment:
             except (TypeError, KeyError):
                 raise self._wrong("list_tools", "a list of schemas in OpenAI's form", listed) from None
             schemas += listed
-        return {"messages": messages, "tools": schemas, "drives": environment.drives, "done": self._done}
+        fields = {"messages": messages, "tools": schemas, "drives": environment.drives, "done": self._done}
+        return fields | {"task": self._task}
 
     async def act(self, action: ToolCalls | GameTurn | AgentRun | FinalScore) -> dict[str, Any]:
         """Carry out an action; return the fields of the reply."""
