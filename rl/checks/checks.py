@@ -19,7 +19,7 @@ from rl.checks.foresight import check_foresight
 from rl.checks.head import check_head
 from rl.checks.objective import check_loss
 from rl.checks.precision import check_columns, check_precision
-from rl.checks.reference import ReferencePass
+from rl.checks.reference import SecondPass
 from rl.checks.rounding import RoundingNoise
 from rl.checks.sampling import check_sampling, check_uniforms
 from rl.checks.slope import SlopeCheck
@@ -85,7 +85,7 @@ class Checks:
         self._checked: set[str] = set()
         """Checks of this process that are not repeated: "foresight", and models with a compared loss."""
         self._slopes: dict[str, SlopeCheck] = {}
-        self._references: dict[TrainingEngine, ReferencePass] = {}
+        self._references: dict[TrainingEngine, SecondPass] = {}
         self._entropy = DrawnEntropy(weights.hf["vocab_size"])
         check_uniforms()
 
@@ -224,10 +224,10 @@ class Checks:
                 "or is another model's."
             )
 
-    def reference_of(self, model: TrainingEngine) -> ReferencePass:
+    def reference_of(self, model: TrainingEngine) -> SecondPass:
         """Return the checks of a model's passes with the reference weights."""
         slack = self._config.agreement.logprob_slack
-        return self._references.setdefault(model, ReferencePass(model, slack))
+        return self._references.setdefault(model, SecondPass(model, slack))
 
     def weights(self, name: str, model: TrainingEngine) -> None:
         """Check before an update that all ranks hold equal weights, and run the checks of the model's parts.

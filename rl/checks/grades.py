@@ -5,6 +5,7 @@ belongs to the arguments that a rank sent. These checks show that the arguments 
 """
 
 import json
+import random
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,24 @@ def calls_of(plan: RewardPlan, sample: Mapping[str, Any]) -> list[tuple[str, flo
     return [(each.function, each.weight, {**each.kwargs, **sample}) for each in components]
 
 
+def some_samples(batch: Batch) -> list[int]:
+    """Return a few random samples, on each rank others."""
+    return random.Random(batch.fingerprint + dist.get_rank()).sample(range(len(batch)), min(4, len(batch)))
+
+
+def check_places(ids: Sequence[np.ndarray], again: Mapping[int, np.ndarray], name: str) -> None:
+    """Raise CheckFailed unless a model that scores reads the samples in the order of the batch. Collective.
+
+    ids: the tokens that it reads for each sample. again: sample -> its tokens, rendered again on this rank.
+    """
+    with fail_together():
+        if wrong := [sample for sample, own in again.items() if not np.array_equal(ids[sample], own)]:
+            raise CheckFailed(
+                f"score check: the {name} reads other tokens for sample {wrong[0]} than those of its prompt "
+                "and response: the samples of the ranks are in another order, and so are the scores."
+            )
+
+
 class Grades:
     """Checks the scores of a batch against the answers of the workers."""
 
@@ -65,26 +84,34 @@ class Grades:
             for sample, (given, score) in self.answers.items():
                 if problem := self._problem(whole, sample, given, score):
                     raise CheckFailed(f"score check: {problem}.")
-                if found is not None and batch.trajectories is None and found[sample] != score.prediction:
-                    raise CheckFailed(
-                        f"score check: {place(whole, sample)} has the answer {found[sample]!r:.80}, but the "
-                        f"worker found {score.prediction!r:.80}: answers are in another order than samples, "
-                        "so the majority vote would count those of other prompts."
-                    )
+                texts = {"answer": (found, score.prediction), "feedback": (batch.feedback, score.feedback)}
+                for what, (column, own) in texts.items() if batch.trajectories is None else ():
+                    if column is not None and column[sample] != own:
+                        raise CheckFailed(
+                            f"score check: {place(whole, sample)} has the {what} {column[sample]!r:.80}, but "
+                            f"the worker found {own!r:.80}: they are in another order than samples, so a "
+                            "majority vote or a teacher would read those of other prompts."
+                        )
             self._arguments.check(whole, {sample: given for sample, (given, _) in self.answers.items()})
 
     def _problem(self, batch: Batch, sample: int, given: dict, score: Score) -> str:
         """Return what is wrong if the score was not computed from these arguments, or is not in the batch."""
         assert self._plan is not None
         name, rank, own = place(batch, sample), dist.get_rank(), score.values["score"]
-        is_own = (
-            score.values["failed"] or score.seal == sealed(score, digest(calls_of(self._plan, given))).seal
-        )
+        calls = calls_of(self._plan, given)
+        is_own = score.values["failed"] or score.seal == sealed(score, digest(calls)).seal
         if not is_own:
             what = "of another sample" if score.seal >= 0 else "that no worker computed"
             return (
                 f"rank {rank} got the score {own:.4g} for {name}, {what}: answers were exchanged or changed, "
                 "or are those of another call or other arguments"
+            )
+        terms = [weight * part for (_, weight, _), part in zip(calls, score.parts)]
+        if not score.values["failed"] and abs(own - sum(terms)) > TOLERANCE * sum(map(abs, terms)):
+            return (
+                f"{name} has the score {own:.6g}, but its reward functions gave {score.parts}, which their "
+                f"weights {[weight for _, weight, _ in calls]} make {sum(terms):.6g}: a score is the sum of "
+                "weight * score over the functions of its data source"
             )
         if not self._is_filed(batch, sample, score):
             return (

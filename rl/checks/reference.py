@@ -1,7 +1,6 @@
-"""Checks the log-probs of the reference by a second, small pass with the reference weights.
+"""Checks a pass of the reference, a teacher or a reward model by a second, small pass.
 
-The second pass has one sample of the present batch, alone. Its log-probs must be in the batch when the model
-learns from it.
+The second pass has one sample of the batch, alone. Its outputs must be those that the run uses.
 """
 
 from torch import Tensor
@@ -18,18 +17,21 @@ LONGEST = 1024
 """Number of tokens above which no sample is computed alone."""
 
 
-class ReferencePass:
-    """The second passes of one model. slack: `agreement.logprob_slack`."""
+class SecondPass:
+    """The second passes of one model. slack: `agreement.logprob_slack`. name: of the model, for messages."""
 
-    def __init__(self, model: TrainingEngine, slack: float):
-        weights = model.weight_map
+    def __init__(self, model: TrainingEngine, slack: float, name: str = "the reference"):
+        weights, self._name = model.weight_map, name
+        self._output = "values" if model.spec.has_values else "logprobs"
         self._model, self._limit = model, slack * rounding_limit(weights.hf, weights.dtype)
         self._routes = count_experts(weights.weights) > 0
+        self.sample: int | None = None
+        """Index in its batch of the sample that was computed alone."""
         self._alone: tuple[int, Tensor] | None = None
-        """Hash of the sample that was computed alone, and its log-probs."""
+        """Hash of the sample that was computed alone, and its outputs."""
 
     def take(self, batch: Batch, plan: MicroBatchPlan) -> None:
-        """Run the second pass. Call it with the reference weights in use. Collective over the world.
+        """Run the second pass, with the same weights as the first. Collective over the world.
 
         plan: a mini-batch of the first pass.
         """
@@ -37,31 +39,38 @@ class ReferencePass:
         counted = [i for i in samples_of(plan) if 0 < sizes[i] <= LONGEST]
         # A pass alone has no recorded experts, or tokens of a truncated distribution.
         is_bare = not batch.held and not any(prompt.images for prompt in batch.prompts)
-        self._alone = None
+        self._alone = self.sample = None
         if self._limit and is_bare and counted:
-            alone = min(counted, key=lambda i: int(sizes[i]))
+            self.sample = alone = min(counted, key=lambda i: int(sizes[i]))
             one = shortened(batch, [alone], LONGEST)
-            self._alone = _key(batch, alone), output_alone(self._model, one, plan, "logprobs")
+            self._alone = _key(batch, alone), output_alone(self._model, one, plan, self._output)
 
-    def check(self, batch: Batch, logprobs: Tensor) -> None:
-        """Raise LogprobMismatch unless the log-probs that the model learns from are the reference's.
+    def check(self, batch: Batch, outputs: Tensor) -> None:
+        """Raise LogprobMismatch unless the outputs that the run uses are those of the second pass.
 
-        With routed experts a tenth of the tokens is left out, because rounding may route them otherwise. Not
-        collective.
+        outputs: of the batch, float32 [T]. Not collective.
         """
         key, found = self._alone or (0, None)
         sample = next((i for i in range(len(batch)) if found is not None and _key(batch, i) == key), None)
-        if sample is None or found is None:
-            return
-        own = logprobs[batch.offsets[sample] : batch.offsets[sample + 1]]
+        if sample is not None:
+            self.compare(batch, sample, outputs[batch.offsets[sample] : batch.offsets[sample + 1]])
+
+    def compare(self, batch: Batch, sample: int, own: Tensor) -> None:
+        """Compare the outputs of the sample that was computed alone; NaN where they are unknown.
+
+        With routed experts a tenth of the tokens is left out, because rounding may route them otherwise.
+        """
+        assert self._alone is not None
+        found, own = (each[own.isfinite()] for each in (self._alone[1], own))
         gaps = (found - own).abs().double().sort().values
         gaps = gaps[: len(gaps) - (len(gaps) // 10 + 1 if self._routes else 0)]
         gap = float(gaps.mean()) / self._limit / max(1.0, float(own.abs().mean())) if len(gaps) else 0.0
         if gap > 1:
             raise LogprobMismatch(
-                f"reference check: {place(batch, sample)} has log-probs of the reference that differ by "
+                f"reference check: {place(batch, sample)} has {self._output} of {self._name} that differ by "
                 f"{gap:.2g} times the bound of rounding from those of a pass with this sample alone: they "
-                "are of other tokens or samples, samples of a row see each other, or a pass is random."
+                "are of other tokens or samples, or at another temperature, samples of a row see each other, "
+                "or a pass is random."
             )
 
 

@@ -160,6 +160,11 @@ class UpdateChecks:
     ):
         self._model, self.batch, self._lr, self._is_first = model, batch, lr, is_first
         self._size, self._config, self._number = 1.0, config, 0
+        self._old = OLD
+        has_slack = config is not None and config.agreement.logprob_slack > 0
+        if has_slack and batch.old_logprobs is None and batch.ref_logprobs is not None and not model.version:
+            # A policy that has not learned is its reference.
+            self._old, self._is_first = OLD | {"logprobs": "ref_logprobs"}, True
         if model.spec.has_values:
             values = torch.where(batch.mask > 0, batch.column("old_values").abs(), 0.0)
             self._size = float(values.double().sum() / batch.mask.sum().clamp(min=1))
@@ -238,7 +243,7 @@ class UpdateChecks:
         codes = torch.where(counted, positions * _contents(micro.targets, micro.columns), 0.0).sum()
         self._counted.append(torch.stack((count, codes)))
         gap, compared = torch.zeros_like(count), torch.zeros_like(count)
-        for output, column in OLD.items():
+        for output, column in self._old.items():
             if (found := micro.outputs.get(output)) is not None and column in micro.columns:
                 gaps = torch.where(counted, (found.detach() - micro.columns[column]).abs(), 0.0)
                 gap = gaps.sum(dtype=torch.float64) / self._totals.num_tokens
@@ -312,8 +317,8 @@ class UpdateChecks:
             raise CheckFailed(
                 f"first update check: |log pi - log pi_old|, or |value - old value|, is {gap:.3g} on average "
                 f"before any update of the step, more than {math.sqrt(eps) * self._size:.2g} for "
-                f"model.dtype={str(dtype).removeprefix('torch.')}: the old ones are of other weights or "
-                "tokens."
+                f"model.dtype={str(dtype).removeprefix('torch.')}: {self._old['logprobs']} or old_values are "
+                "of other weights or tokens."
             )
         self._num_equal = self._num_equal + compared if self.has_moved and not gap else 0.0
         if self._num_equal > NUM_EQUAL:

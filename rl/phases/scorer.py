@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rl.checks.grades import Grades
+from rl.checks.grades import Grades, check_places, some_samples
+from rl.checks.reference import SecondPass
 from rl.config.needs import needs_feedback
 from rl.config.options import ConfigError
 from rl.config.schema import Config
@@ -51,7 +53,7 @@ class Scorer:
         self.keeps_feedback = needs_feedback(config)
         self.micro_batch_tokens, self.seed = config.training.row_tokens, config.run.seed
         self.tokenizers, self.parse_grade = inputs.tokenizers, inputs.judge_parser
-        self.kept = inputs.kept_ids
+        self.kept, self.slack = inputs.kept_ids, config.agreement.logprob_slack
         self.grades = Grades(config, inputs.tokenizer, inputs.kept_ids, inputs.rewards)
         self.model = engines.training.get("reward_model")
         self.judge = engines.generating.get("judge")
@@ -82,11 +84,10 @@ class Scorer:
             return {name: column[place] for name, column in columns.items()}, answers
         world, rank = dist.get_world_size(), dist.get_rank()
         mine = list(range(rank, len(batch), world))
-        texts = decode_responses([batch.last_turn(i) for i in mine], self.tokenizer, self.kept)
-        owners = [batch.prompts[int(batch.groups[i])] for i in mine]
+        own = self._responses(batch, mine)
         given = batch.score_details.get("score")
         asked = [k for k, i in enumerate(mine) if given is None or given[i].isnan()]
-        samples = [arguments(owners[k], texts[k]) for k in asked]
+        samples = [arguments(*own[k][:2]) for k in asked]
         self.pool.on_answer = None if tracing.active is None else tracing.active.add_reward
         with tracing.span("reward function", samples=len(samples)):
             scores = self.pool.score(samples, logs=False)
@@ -106,13 +107,13 @@ class Scorer:
             columns = _joined(batch.score_details, columns)
         called = torch.full((len(batch),), given is None or self.has_models)
         called = called if given is None else called | given.isnan()
-        chats = [batch.conversations[i] if batch.conversations else [] for i in mine]
-        own = list(zip(owners, texts, chats))
+        places = some_samples(batch) if self.has_models else []
+        others = dict(zip(places, self._responses(batch, places)))
         if self.model is not None:
-            given = self._model_scores(self.model, own)
+            given = self._model_scores(self.model, own, others)
             columns |= {"reward_model": given, "score": columns["score"] + self.config.model.coef * given}
         if self.judge is not None:
-            given, failed = self._judge_scores(self.judge, own)
+            given, failed = self._judge_scores(self.judge, own, others)
             columns["judge"] = torch.where(failed > 0, torch.nan, given)
             columns["failed"] = torch.maximum(columns["failed"], failed)
             columns["score"] = columns["score"] + self.config.judge.coef * given
@@ -145,13 +146,21 @@ class Scorer:
             )
         self.succeeded.add(is_validation)
 
-    def _model_scores(self, model: TrainingEngine, own: list[Response]) -> Tensor:
+    def _responses(self, batch: Batch, samples: list[int]) -> list[Response]:
+        texts = decode_responses([batch.last_turn(i) for i in samples], self.tokenizer, self.kept)
+        chats = [batch.conversations[i] if batch.conversations else [] for i in samples]
+        return list(zip([batch.prompts[int(batch.groups[i])] for i in samples], texts, chats))
+
+    def _model_scores(
+        self, model: TrainingEngine, own: list[Response], others: dict[int, Response]
+    ) -> Tensor:
         """Return the reward model's value at the last token of each conversation, float32 [N].
 
-        own: this rank's responses.
+        own: this rank's responses. others: responses by their sample, which are rendered again.
         """
-        tokenizer = self.tokenizers["reward_model"]
-        ids = gather_by_rank([_conversation(tokenizer, *response) for response in own])
+        render = partial(_conversation, self.tokenizers["reward_model"])
+        ids = gather_by_rank([render(*response) for response in own])
+        check_places(ids, {sample: render(*response) for sample, response in others.items()}, "reward model")
         # One dummy response token: its value is read at the last token of the conversation.
         end = np.zeros(1, np.int32)
         count = len(ids)
@@ -165,20 +174,28 @@ class Scorer:
             max_tokens=self.micro_batch_tokens,
             multiple=model.grid.micro_batch_multiple,
         )
-        return model.forward(conversations, [plan], ("values",))[0]
+        (values,) = model.forward(conversations, [plan], ("values",))
+        second = SecondPass(model, self.slack, "the reward model")
+        second.take(conversations, plan)
+        second.check(conversations, values)
+        return values
 
-    def _judge_scores(self, engine: RolloutEngine, own: list[Response]) -> tuple[Tensor, Tensor]:
+    def _judge_scores(
+        self, engine: RolloutEngine, own: list[Response], others: dict[int, Response]
+    ) -> tuple[Tensor, Tensor]:
         """Return (grade, failed) of each response, float32 [N] each; the grade is 0 where `failed` is 1.
 
-        own: this rank's responses.
+        own, others: as for `_model_scores`.
         """
         judge, tokenizer, parse = self.config.judge, self.tokenizers["judge"], self.parse_grade
         assert parse is not None
-        questions = [
-            judge.template.format(ground_truth=prompt.ground_truth, **_parts(prompt, text, chat))
-            for prompt, text, chat in own
-        ]
-        ids = gather_by_rank([_question(tokenizer, question) for question in questions])
+
+        def render(prompt: Prompt, text: str, chat: Messages) -> np.ndarray:
+            parts = _parts(prompt, text, chat)
+            return _question(tokenizer, judge.template.format(ground_truth=prompt.ground_truth, **parts))
+
+        ids = gather_by_rank([render(*response) for response in own])
+        check_places(ids, {sample: render(*response) for sample, response in others.items()}, "judge")
         asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
         sampling = Sampling(1, judge.max_response_tokens, temperature=judge.temperature)
         questions_asked = [ids[i] for i in asked]

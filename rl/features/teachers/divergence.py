@@ -30,7 +30,7 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.objectives.distillation import Divergence
 from rl.training.extras import HeadOutput
-from rl.training.logprobs import FLOOR, Softmax, add_product, gathered
+from rl.training.logprobs import FLOOR, Softmax, add_product, gathered, linear_logprobs
 from rl.training.packing import MicroBatch
 from rl.training.parts import TrainerPart
 
@@ -216,6 +216,19 @@ class Targets:
     """Whole vocabulary: the rank's rows of each teacher's head, on the device."""
     rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """Sample -> hidden states [R_i, H], on the host; with top_k, ids [R_i, k] and log-probs [R_i, k + 1]."""
+
+    def logprobs(self, sample: int, ids: Tensor, teacher: int, softmax: Softmax) -> Tensor:
+        """Return the log-probs of a sample's tokens, float32 [R]; NaN for tokens outside of top_k.
+
+        ids: int64 [R]. teacher: index in `heads`. Other arguments and collectives as for `linear_divergence`.
+        """
+        first, *rest = self.rows[sample]
+        if self.top_k:
+            hits = first == ids[:, None]
+            return torch.where(hits.any(-1), (rest[0][:, :-1] * hits).sum(-1), torch.nan)
+        head = self.heads[teacher]
+        ids, hidden = ids.to(head.device), first.to(head.device)
+        return linear_logprobs(hidden, head, ids, softmax, outputs=("logprobs",))[0].cpu()
 
     def of(self, samples: list[int], device: torch.device) -> "MicroTargets":
         """Return the targets of a micro-batch with these samples, in their order."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rl.checks.reference import SecondPass
 from rl.config.needs import needs_feedback
 from rl.config.schema import Config
 from rl.data.batch import Batch
@@ -16,6 +17,7 @@ from rl.data.contexts import check_context, in_context
 from rl.data.prompts import Prompt, end_token_ids
 from rl.engines.engines import Engines
 from rl.engines.memory import MemorySharing
+from rl.faults.agreement import fail_together
 from rl.features.teachers.divergence import Targets, TeacherTargets, head_rows, top_k
 from rl.features.teachers.other_tokens import OtherReader, ReadBatch
 from rl.objectives.distillation import divergence_of, log_ratio_advantages
@@ -77,6 +79,8 @@ class Teaching:
             for _, model, read, plan, context in self._lessons(batch):
                 with context:
                     (found,) = model.forward(read, [plan], ("logprobs",))
+                    second = self._second(model, read, plan)
+                second.check(read, found)
                 if isinstance(read, ReadBatch):
                     found = read.in_policy_tokens(found, batch.column("old_logprobs"))
                 total += found
@@ -113,9 +117,32 @@ class Teaching:
                     if not goal.top_k and policy.grid.is_last_stage:
                         wanted, group = len(policy.chunks[-1].head_weight), policy.grid.groups.tp
                         targets.heads.append(head_rows(model.chunks[-1].head_weight, wanted, group))
+                    second = self._second(model, read, plan)
+                self._check_targets(targets, number, model, second, read)
                 if not goal.top_k:
                     for sample in samples_of(plan):
                         teachers[sample] = number
+
+    def _second(self, model: TrainingEngine, read: Batch, plan: MicroBatchPlan) -> SecondPass:
+        """Return the second pass of a teacher over one of its samples. Collective over the world."""
+        second = SecondPass(model, self._config.agreement.logprob_slack, "the teacher")
+        second.take(read, plan)
+        return second
+
+    def _check_targets(
+        self, targets: Targets, number: int, model: TrainingEngine, second: SecondPass, read: Batch
+    ) -> None:
+        """Check the targets of one sample against the teacher's log-probs. Collective over the world.
+
+        A teacher with more rows than the policy has tokens is not compared.
+        """
+        own, theirs, sample = self._engines.policy.chunks[-1], model.chunks[-1], second.sample
+        with fail_together():
+            if sample in targets.rows and own.real_vocab_size == theirs.real_vocab_size:
+                temperature, group = self._config.rollout.temperature, model.grid.groups.tp
+                softmax = Softmax(temperature, own.real_vocab_size, group, own.head_chunk_tokens)
+                ids = torch.from_numpy(read.response_ids[sample]).long()
+                second.compare(read, sample, targets.logprobs(sample, ids, number, softmax))
 
     def _keep(self, targets: Targets, model: TrainingEngine, micro: MicroBatch) -> None:
         """Store a teacher's results for the tokens of a micro-batch."""

@@ -70,6 +70,7 @@ class Judge:
             monkeypatch.setattr(
                 scorer_module, name, (lambda mine: mine) if "rank" in name else lambda own: [own]
             )
+        monkeypatch.setattr(scorer_module, "check_places", lambda *_: None)
         self.scorer = object.__new__(Scorer)
         config = load_config(None, ["reward.judge.path=x", "model.path=x", "data.train=[x]", "run.dir=x"])
         self.scorer.config, self.scorer.seed, self.scorer.device = config.reward, 0, None
@@ -85,7 +86,7 @@ class Judge:
         self.engine = SimpleNamespace(**calls, generate=lambda *_: [])
 
     def scores(self, number):
-        return self.scorer._judge_scores(self.engine, [(PROMPT, "b", [])] * number)
+        return self.scorer._judge_scores(self.engine, [(PROMPT, "b", [])] * number, {})
 
 
 def test_a_grade_that_is_no_finite_number_fails(monkeypatch):
