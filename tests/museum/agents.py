@@ -64,3 +64,11 @@ def score_of_the_trajectory_before(bug: Bug, finish, self, session, values):
         values = getattr(bug, "score", mine)
         bug.score = mine  # type: ignore[attr-defined]
     finish(self, session, values)
+
+
+@exhibit("PrimeIntellect-ai/verifiers#1906", overrides=ENVIRONMENTS)
+@caught_by(ANSWERS, r"WrongAnswer: the environment of trajectory .* began with another row or seed")
+@replaces("rl.features.agents.pool.EnvironmentPool.open")
+def each_sample_of_a_group_has_its_own_task(bug: Bug, open_, self, session, row, **options):
+    """What the environments of a group should share was drawn anew for each sample."""
+    open_(self, session, row | {"seed": row["seed"] + len(self._sessions)}, **options)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
+from tests.toy import SFT
 
 DRAWN = "draw"
 SAMPLES = "samples"
@@ -116,3 +117,61 @@ def two_BOS_tokens(bug: Bug, encode, texts, tokenizer, *, add_special_tokens=Fal
 def validation_prompts_in_the_training_data(bug: Bug, prompts, self, files, **options):
     """Without an evaluation set, its rows were taken from the training set and trained on."""
     return prompts(self, [*files, *self.config.data.val], **options)
+
+
+@exhibit(
+    "verl-project/verl#3287",
+    overrides=(*SFT, "data.messages_key=messages", "data.train=[TOY/chats.parquet]"),
+    at=0,
+)
+@caught_by(
+    "responses of the data",
+    r"row check: .* the loss covers tokens behind turn 2 of the conversation, '<user>'",
+)
+@replaces("rl.data.chats.tokenize_chats")
+def loss_of_the_next_header(bug: Bug, tokenize, *args):
+    """The mask of the loss was moved by one token."""
+    import numpy as np
+
+    return [
+        (ids, np.maximum(mask, np.append(0, mask[:-1])).astype(mask.dtype)) for ids, mask in tokenize(*args)
+    ]
+
+
+@exhibit("verl-project/verl#6975", overrides=("rollout.carry_over=true", "rollout.on_stale=drop"))
+@caught_by("carried groups", r"CheckFailed: carry-over check: group \d+ was dropped, but its oldest token")
+def groups_dropped_a_version_early(bug: Bug) -> None:
+    """Samples that could be used were discarded, because their age was counted from another step."""
+    from rl.rollout.sampled_group import SampledGroup
+
+    oldest = SampledGroup.oldest.fget
+
+    def older(self: SampledGroup) -> float:
+        if bug.is_on:
+            bug.acts()
+        return oldest(self) - bug.is_on
+
+    SampledGroup.oldest = property(older)
+
+
+@exhibit("meta-pytorch/data#1520")
+@caught_by(
+    DRAWN, r"CheckFailed: draw check: a checkpoint .* after 8 prompts, but complete steps have drawn 4"
+)
+def cursor_of_an_aborted_step_is_saved(bug: Bug) -> None:
+    """Batches that were drawn ahead were lost in a resume."""
+    from pathlib import Path
+
+    from rl.run.loop import TrainingLoop
+    from rl.stopping.requests import StepAborted
+
+    @bug.replaces(TrainingLoop, "_collect")
+    def abort(collect, self):
+        self._phases.draw.next(4)
+        Path(self._config.run.dir, "stop").touch()
+        raise StepAborted
+
+    @bug.replaces(TrainingLoop, "_save")
+    def late(save, self, number, metrics):
+        self._cursor = self._phases.cursor()
+        save(self, number, metrics)

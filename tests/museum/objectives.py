@@ -223,7 +223,7 @@ def advantages_shifted_in_packing(bug: Bug, with_columns, row, batch):
 
 
 @exhibit("NVIDIA/NeMo-Aligner#228", overrides=KL)
-@caught_by("passes of the reference", r"LogprobMismatch: reference check: sample \d+ .* with this sample")
+@caught_by("passes of other models", r"LogprobMismatch: reference check: sample \d+ .* with this sample")
 @replaces("rl.phases.inference.Inference._pass")
 def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_reference=False, **options):
     """Log-probs of the reference did not match the log-probs of the policy's own forward pass."""
@@ -232,7 +232,7 @@ def reference_log_probs_of_another_order(bug: Bug, run, self, *args, of_referenc
 
 
 @exhibit("huggingface/trl#702", overrides=KL)
-@caught_by("passes of the reference", r"LogprobMismatch: reference check: .* are exactly the policy's")
+@caught_by("passes of other models", r"LogprobMismatch: reference check: .* are exactly the policy's")
 @replaces("rl.phases.inference.Inference._pass")
 def reference_pass_with_the_policy(bug: Bug, run, self, *args, of_reference=False, **options):
     """The KL divergence was always 0, because the active model and the reference were the same."""
@@ -403,3 +403,14 @@ def most_probable_tokens_counted_from_0_on_each_rank(bug: Bug, top_k, hidden, we
 def teacher_reads_another_context(bug: Bug, in_context, prompt, *args, **options):
     """The teacher's log-probs belonged to other contexts than the responses."""
     return in_context(replace(prompt, ground_truth=f"{prompt.ground_truth}1"), *args, **options)
+
+
+@exhibit(
+    "verl-project/verl#7769",
+    overrides=("algorithm=distill", *TEACHER, "teacher.top_k=4", "rollout.temperature=0.6"),
+)
+@caught_by("passes of other models", r"LogprobMismatch: reference check: .* has logprobs of the teacher that")
+@replaces("rl.features.teachers.teaching.top_k")
+def top_k_of_the_teacher_at_temperature_1(bug: Bug, top_k, *args, **options):
+    """The teacher's temperature was 1 whatever the samples had."""
+    return top_k(*args, **options | {"temperature": 1.0})

@@ -266,3 +266,30 @@ def baselines_of_other_prompts(bug: Bug, greedy_rewards, self, prompts):
 def adaptive_KL_moves_by_another_count(bug: Bug, update, self, current_kl, num_samples):
     """The controller counted in another unit than its horizon."""
     update(self, current_kl, num_samples * 6)
+
+
+@exhibit(
+    "huggingface/trl#5352",
+    overrides=(
+        "reward.sources={addition: [{function: TOY/reward.py:score}, {function: rl.rewards.exact:score}]}",
+        "reward.in_process=true",
+    ),
+)
+@caught_by(SCORES, r"CheckFailed: score check: sample \d+ .* weights \[1.0, 1.0\] make")
+@replaces("rl.rewards.mixture._combine")
+def weighted_scores_divided_by_the_weights(bug: Bug, combine, scorers, results, key):
+    """The reward was not the weighted sum of the functions."""
+    from rl.rewards.score import sealed
+
+    found = combine(scorers, results, key)
+    return sealed(replace(found, values=found.values | {"score": found.values["score"] / 2}), key)
+
+
+@exhibit("THUDM/slime#2234", ranks=2, overrides=("reward.model.path=TOY/classifier", "reward.model.coef=1.0"))
+@caught_by(SCORES, r"CheckFailed: score check: the reward model reads other tokens for sample \d+")
+@replaces("rl.phases.scorer.gather_by_rank")
+def conversations_in_the_order_of_the_ranks(bug: Bug, gather, mine):
+    """A reward belonged to whichever sample had its place on the rank."""
+    from rl.runtime.collectives import gather_objects
+
+    return [item for own in gather_objects(mine) for item in own]

@@ -54,6 +54,7 @@ import sys
 from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
+from tests.checkpoints import save_qwen2_classifier
 from tests.toy import save_toy
 from tools.make_image_toy import rows_of
 from tools.make_toy import write_problems
@@ -61,6 +62,9 @@ from tools.make_toy import write_problems
 toy = save_toy(Path(sys.argv[1]))
 pq.write_table(pa.Table.from_pylist(rows_of("train", 4, 0)), toy / "squares.parquet")
 write_problems(toy / "long.parquet", [(10 ** 70 + i, 10 ** 70) for i in range(4)])
+turns = [{"role": role, "content": text} for role, text in (("user", "1+2="), ("assistant", "3"))]
+pq.write_table(pa.Table.from_pylist([{"messages": 2 * turns}] * 8), toy / "chats.parquet")
+save_qwen2_classifier(toy / "classifier", seed=3)
 """
 SAVE_MODEL = """
 import json, sys
