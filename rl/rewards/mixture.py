@@ -161,9 +161,9 @@ def _combine(scorers: Sequence[_Scorer], results: Sequence[Any], key: int) -> Sc
     """Return the weighted sum of the functions' scores, sealed with `key`, the digest of their sample."""
     scores = [_graded(scorer, result) for scorer, result in zip(scorers, results)]
     total = sum(scorer.weight * score.values["score"] for scorer, score in zip(scorers, scores))
-    parts = tuple(score.values["score"] for score in scores)
     if to_finite(total) is None:
         raise RejectedResult(f"the weighted sum of the scores is {total}")
+    parts = tuple(score.values["score"] for score in scores)
     if len(scores) == 1:
         score = Score({**scores[0].values, "score": total}, scores[0].prediction, scores[0].feedback)
         return sealed(replace(score, parts=parts), key)

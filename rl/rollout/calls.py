@@ -218,8 +218,9 @@ class Calls:
     def note_version(self, version: int) -> None:
         """Note that all further tokens are sampled by `version` of the policy."""
         self._engine.weights_version = version
+        so_far = self._engine.platform.logprobs_so_far
+        for live in self._live.values():  # for `Live.check_versions`
+            live.changes.append((len(so_far(self._engine, live.internal_id)), version))
         for live in self._live.values():
             request = self._engine.scheduler.requests[live.internal_id]
             live.spans.append((request.num_output_tokens, version))
-            num_logprobs = len(self._engine.platform.logprobs_so_far(self._engine, live.internal_id))
-            live.changes.append((num_logprobs, version))

@@ -132,6 +132,7 @@ class RunCheckpoints:
 
         cursor: `Phases.cursor` after the last batch that was learned from.
         """
+        self._phases.draw.check_cursor(cursor)
         state = self._phases.sampler.state_dict(cursor) | self._controllers()
         return state | {"contents": self._contents}
 

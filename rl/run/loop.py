@@ -280,6 +280,4 @@ class TrainingLoop:
     def _save(self, number: int, metrics: dict[str, float]) -> None:
         self._phases.sampler.before_save()
         self._log.flush()
-        state = self._checkpoints.state(self._cursor)
-        self._phases.draw.check_cursor(state)
-        self._checkpoints.save(number, state, metrics)
+        self._checkpoints.save(number, self._checkpoints.state(self._cursor), metrics)

@@ -323,8 +323,9 @@ class Link:
     def check_weights(self) -> None:
         """Raise RefitMismatch if the engine's weights differ from the weights of the last refit.
 
-        It compares the trainers' checksums of every SAMPLED-th weight, once per version: a leader when it
-        sends the first samples of a version, other ranks before they take the next version. Not collective.
+        It compares the trainers' checksums of every SAMPLED-th weight, or of all with `refit.changed_only`,
+        once per version: a leader when it sends the first samples of a version, other ranks before they take
+        the next version. Not collective.
         """
         sums, self._sums = self._sums, []
         if not sums:
@@ -404,7 +405,8 @@ class Link:
         moving = list(zip(parts, self._changes, strict=True))
         for (planned, sources, destinations), changes in moving if number == 0 else moving[-1:]:
             done += transfer(planned.plan, sources, destinations, where, self._weights, changes)
-            some = dict(every=SAMPLED, first=version % SAMPLED)
+            every = SAMPLED if changes is None else 1  # `refit.changed_only` reads all weights anyway
+            some = dict(every=every, first=version % every)
             sums.append(sent_checksums(planned.plan, sources, where, self._weights, **some))
         if number == 0 or (self._check_every and version % self._check_every == 0):
             for planned, sources, destinations in parts:
