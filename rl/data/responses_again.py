@@ -99,22 +99,19 @@ def _check_turns(
         if not is_equal or sum(token in ends for token in turn[first:]) > 1:
             continue  # the beginning of a conversation may be rendered in another way
         tokens = [*ids[:last], *(turn[len(ids) :] if is_whole else []), *ids[last : last + 1]]
-        loss = np.array([*mask[: last + 1], *[0.0] * (len(tokens) - len(mask[: last + 1]))]) > 0
+        loss = np.array([*mask, *[0.0] * len(tokens)])[first - 1 : len(tokens)] > 0
         end = next((i for i in range(first, len(tokens)) if tokens[i] in ends), None)
         stop = last if end is None else end + 1
-        own, rest = loss[first:stop], loss[stop : last + 1]
-        what, part = "", slice(stop, last + 1)
-        if own.any() and loss[first - 1]:
-            what, part = "the end of the header before", slice(first - 1, first)
-        elif rest.any() and not is_marked:
-            what = "tokens behind"
-        elif own.any() and not is_marked and (not own[0] or (end is not None and not own.all())):
-            what, part = "only a part of", slice(first, stop)
-        if what:
+        own = np.arange(first - 1, len(tokens))
+        expected = (own >= first) & (own < stop)
+        compared = np.arange(1 if is_marked else len(own))
+        if end is None:  # spaces after the turn may be left out
+            compared = compared[(compared < 2) | (own[compared] == last)]
+        if loss[expected].any() and (loss[compared] != expected[compared]).any():
+            covered, sampled = (tokenizer.decode(np.array(tokens)[own[part]]) for part in (loss, expected))
             raise ValueError(
-                f"row check: {place}: the loss covers {what} turn {number + 1} of the conversation, "
-                f"{tokenizer.decode(tokens[part])!r:.80}; the policy samples a turn with its end token, and "
-                "nothing else."
+                f"row check: {place}: the loss of turn {number + 1} of the conversation covers "
+                f"{covered!r:.80}, but the policy samples {sampled!r:.80}: the mask begins or ends elsewhere."
             )
 
 

@@ -125,8 +125,7 @@ def validation_prompts_in_the_training_data(bug: Bug, prompts, self, files, **op
     at=0,
 )
 @caught_by(
-    "responses of the data",
-    r"row check: .* the loss covers tokens behind turn 2 of the conversation, '<user>'",
+    "responses of the data", r"row check: .* the loss of turn 2 of the conversation covers '3<eos><user>'"
 )
 @replaces("rl.data.chats.tokenize_chats")
 def loss_of_the_next_header(bug: Bug, tokenize, *args):

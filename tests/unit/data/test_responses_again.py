@@ -54,10 +54,10 @@ def test_a_loss_beside_the_turns_or_of_a_part_of_one_is_found(tmp_path, family):
     mask = right.response_mask
     later, sooner = np.append(0, mask[:-1]), np.append(mask[1:], 0)
     for wrong, what in (
-        (np.maximum(mask, later), "tokens behind turn 2"),
-        (np.maximum(mask, sooner), "the end of the header before turn 4"),
-        (np.minimum(mask, later), "only a part of turn|the tokens of the last turn say 'sist"),
-        (np.minimum(mask, sooner), "only a part of turn"),
+        (np.maximum(mask, later), r"the loss of turn 2 .* covers 'assistant 0<.+', but the policy samples"),
+        (np.maximum(mask, sooner), r"the loss of turn 4 .* covers '.+assistant 1"),
+        (np.minimum(mask, later), r"covers 'istant 0.*' samples 'assistant 0|the last turn say 'sist"),
+        (np.minimum(mask, sooner), r"covers 'assistant 0', but the policy samples 'assistant 0<"),
     ):
         with pytest.raises(ValueError, match=f"row check: .*, row 1: .*({what})"):
             check_responses([replace(right, response_mask=wrong)], tokenizer, data, ends)
