@@ -141,7 +141,7 @@ def _chats(
     found: list[tuple] = []
     if isinstance(row, Prompt) and row.response_ids is not None and mask is not None:
         found.append((row.token_ids, row.response_ids, mask, values.get(data.messages_key)))
-    prompt = values.get(data.prompt_key) if isinstance(values.get(data.prompt_key), list) else []
+    prompt: Any = values.get(data.prompt_key) if isinstance(values.get(data.prompt_key), list) else []
     if isinstance(row, PreferencePair) and isinstance(values.get(data.chosen_key), list):
         chats = [[*prompt, *values[key]] for key in (data.chosen_key, data.rejected_key)]
         found.append((row.prompt_ids, row.chosen_ids, row.chosen_mask, chats[0]))

@@ -411,6 +411,6 @@ def teacher_reads_another_context(bug: Bug, in_context, prompt, *args, **options
 )
 @caught_by("passes of other models", r"LogprobMismatch: reference check: .* has logprobs of the teacher that")
 @replaces("rl.features.teachers.teaching.top_k")
-def top_k_of_the_teacher_at_temperature_1(bug: Bug, top_k, *args, **options):
+def top_k_of_the_teacher_at_temperature_1(bug: Bug, top_k, hidden, weight, softmax, k):
     """The teacher's temperature was 1 whatever the samples had."""
-    return top_k(*args, **options | {"temperature": 1.0})
+    return top_k(hidden, weight, replace(softmax, temperature=1.0), k)
