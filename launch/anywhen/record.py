@@ -45,22 +45,20 @@ CONTINUES = (0, 75, 128 + 12)
 """Exit codes of ranks that did not fail; 0 also if Slurm ends the job. 140: the signal to stop came before
 the program had started."""
 
-Facts = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class JobRecord:
     """One request, and the events of its job so far; {} for an event that has not happened."""
 
     number: int
-    asked: Facts
-    submitted: Facts = field(default_factory=dict)
-    begun: Facts = field(default_factory=dict)
-    ended: Facts = field(default_factory=dict)
-    left: Facts = field(default_factory=dict)
-    dropped: Facts = field(default_factory=dict)
-    cancelled: Facts = field(default_factory=dict)
-    stopped: Facts = field(default_factory=dict)
+    asked: dict[str, Any]
+    submitted: dict[str, Any] = field(default_factory=dict)
+    begun: dict[str, Any] = field(default_factory=dict)
+    ended: dict[str, Any] = field(default_factory=dict)
+    left: dict[str, Any] = field(default_factory=dict)
+    dropped: dict[str, Any] = field(default_factory=dict)
+    cancelled: dict[str, Any] = field(default_factory=dict)
+    stopped: dict[str, Any] = field(default_factory=dict)
 
     @property
     def job(self) -> str:
@@ -127,7 +125,7 @@ def note(directory: Path, number: int, event: str, **facts: Any) -> bool:
 
 def records(directory: Path) -> list[JobRecord]:
     """Return the requests in their order."""
-    found = defaultdict[int, dict[str, Facts]](dict)
+    found = defaultdict[int, dict[str, dict[str, Any]]](dict)
     for path in directory.glob("[0-9]*-*.json"):
         number, _, event = path.stem.partition("-")
         found[int(number)][event] = read_object(path)
