@@ -245,6 +245,20 @@ BY_CLASS: dict[str, dict] = {
         n_groups=2,
         chunk_size=16,
     ),
+    "Zamba2ForCausalLM": dict(
+        num_key_value_heads=4,
+        layers_block_type=["mamba", "hybrid"],
+        hybrid_layer_ids=[1],
+        num_mem_blocks=1,
+        use_mem_rope=True,
+        n_mamba_heads=8,
+        mamba_headdim=32,
+        mamba_d_state=32,
+        chunk_size=16,
+    ),
+    "Ernie4_5_MoeForCausalLM": dict(
+        moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_num_shared_experts=1
+    ),
 }
 """Models without a file in rl/models, which train as their class in transformers."""
 

@@ -66,7 +66,9 @@ PACKAGE, FOLDER = "rl.features", Path(__file__).parents[1] / "features"
 
 FEATURES = {
     "transformers_backend": Entry(
-        "a class of transformers", trainer="part:parts", doors={"copies": "shards:ranks_per_copy"}
+        "a class of transformers",
+        trainer="part:parts",
+        doors={"copies": "shards:ranks_per_copy", "pass_bytes": "memory:pass_bytes"},
     ),
     "bitwise": Entry("model.numerics=bitwise", engine="engine:parts", trainer="trainer:parts"),
     "sampling_masks": Entry("sampling masks", engine="engine:parts", trainer="trainer:parts"),

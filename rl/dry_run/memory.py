@@ -9,14 +9,15 @@ Ranks on CPUs keep all models and the engine's weights in all phases. Their acti
 unfused layers, and glibc keeps a share of the freed memory.
 """
 
+import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rl.config.features import CLASS, is_on
 from rl.config.needs import needs_engine
 from rl.config.schema import Config, Optimizer
+from rl.config.wing import door
 from rl.dry_run.grids import Layout, layout_of
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.images import tower_bytes, without_frozen_tower
@@ -416,24 +417,24 @@ def _activations(
         head = _head(config, layout, model, tokens, itemsize, is_cpu=hardware.is_cpu)
         if predictor is not None and predictor.run.learns and model.run.name == "policy":
             head = max(head, _prediction(config, layout, predictor, tokens, imbalance, itemsize))
-    if layout.shard > 1:
-        # A whole layer or head in two copies, and its gradient and a float32 copy of it, for the reduction.
-        gathered = (
-            (4 + 2 * itemsize) * largest_layer(model),
-            2 * itemsize * _head_rows(layout, model) * hidden,
+    if (own_bytes := door(config, "pass_bytes")) is not None:
+        found = own_bytes(
+            json.dumps(model.hf, sort_keys=True),
+            config.training.recompute,
+            config.model.dtype,
+            values=not model.has_head,
+            rank=config.adapter.rank if model.adapters else 0,
+            shard=layout.shard,
+            tokens=tokens,
+            length=min(tokens, longest_sequence(config)),
+            is_cpu=hardware.is_cpu,
         )
-        working, head = working + gathered[0], head + gathered[1]
+        saved, working = found or (saved, working)
+        if layout.shard > 1:  # the whole head
+            head += itemsize * _head_rows(layout, model) * hidden
     if head > working:
         return saved * in_flight, head
     return saved * in_flight + working, 0.0
-
-
-def largest_layer(model: ModelShape) -> int:
-    """Return the number of parameters of the largest layer."""
-    layers = Counter[int | None]()
-    for part in model.parts:
-        layers[part.weight.layer] += part.elements
-    return max(count for layer, count in layers.items() if layer is not None)
 
 
 def layer_elements(

@@ -40,11 +40,13 @@ from rl.rollout.engine import RolloutEngine
 from rl.runtime import tracing
 from rl.runtime.collectives import any_rank, gather_objects, gather_texts, sum_over_world
 from rl.runtime.device import Device
+from rl.runtime.names import one_of_each_kind
 from rl.training.engine import TrainingEngine
 from rl.training.weights import WeightMap
 
 MAX_SHOWN = 8
 """Maximum number of differing weights that a check gathers to report their first differing element."""
+NO_CLASS = "training.backend=transformers does not support this model; use another one."
 
 
 @dataclass
@@ -137,7 +139,7 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
 
     The loader writes all weights. It also writes in every refit the weights that it changes or moves, so that
     they are not where the description says. Raises RefitMismatch on every rank if it does not write a
-    parameter of the engine that no comparison covers. Collective over the world.
+    parameter of the engine that no comparison covers, or leaves out a weight. Collective over the world.
     """
     group, planned = part.group, part.planned
     values, held = group.values, group.held
@@ -149,11 +151,17 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
     try:
         engine.load_weights((name, tensor + 1) for name, tensor in values.gathered(group.weights))
     except (AttributeError, KeyError, ValueError) as error:  # on every rank
+        cause = str(error).partition(" The available parameters")[0].rstrip(".")
         raise RefitMismatch(
-            f"vLLM's loader refuses the weights of this model ({type(error).__name__}: {error}); "
-            "training.backend=transformers does not support it."
+            f"vLLM's loader refuses the weights of this model ({type(error).__name__}: {cause}); {NO_CLASS}"
         ) from error
     after = sums()
+    unknown = [weight for weight in group.weights if weight.vllm not in held]
+    for weight in one_of_each_kind(unknown, lambda weight: weight.hf[0]):
+        last = sums()
+        engine.load_weights((name, tensor + 2) for name, tensor in values.gathered([weight]))
+        if not any_rank(last != sums()):
+            raise RefitMismatch(f"vLLM's model computes without {weight.hf[0]}; {NO_CLASS}")
     engine.load_weights(values.gathered(group.weights))
     numbers = differing(planned.equality, part.sources, part.destinations, engine.device.torch)
     found = set().union(*gather_objects(numbers))
@@ -167,7 +175,7 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
     if names := sorted(set().union(*gather_objects(same))):
         raise RefitMismatch(
             f"vLLM's loader writes {len(names)} parameters of this model, such as {names[0]}, from none of "
-            f"the trainer's weights; training.backend=transformers does not support this model."
+            f"the trainer's weights; {NO_CLASS}"
         )
 
 

@@ -41,7 +41,7 @@ def install() -> None:
     cpu_async.install()
     _keep_weights_alive()
     _keep_experts_alive()
-    _choose_experts_by_sigmoid()
+    _choose_from_one_group()
     _shared_memory_names_of_this_job()
 
 
@@ -118,15 +118,20 @@ def _keep_experts_alive() -> None:
     replace_attribute(CPUUnquantizedExperts, "apply", live_experts)
 
 
-def _choose_experts_by_sigmoid() -> None:
-    """Make a router with a sigmoid choose from one group of all experts: the CPU build requires groups."""
+def _choose_from_one_group() -> None:
+    """Make a router without groups choose from one group of all experts.
+
+    Without groups the CPU build has no sigmoid, and ignores the bias of ERNIE 4.5's router.
+    """
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     build = CPURouter.__init__
 
     def build_with_group(self: CPURouter, *args: Any, **options: Any) -> None:
         build(self, *args, **options)
-        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+        has_own_choice = self.scoring_func == "sqrtsoftplus" or self.custom_routing_function is not None
+        is_biased = self.e_score_correction_bias is not None and not has_own_choice
+        if (self.scoring_func == "sigmoid" or is_biased) and not self.use_grouped_topk:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
 
     replace_attribute(CPURouter, "__init__", build_with_group)

@@ -85,7 +85,7 @@ def session(ranks: Ranks, timeout: datetime.timedelta = TIMEOUT) -> Iterator[Dev
         logging.getLogger("rl.rewards").setLevel(logging.WARNING)  # each rank scores its own samples
         warnings.simplefilter("ignore")
     # These warnings are meant for the libraries' developers.
-    for module in (r"megatron\..*", r"torch\.distributed\..*", r"vllm\..*"):
+    for module in (r"torch\.distributed\..*", r"vllm\..*"):
         warnings.filterwarnings("ignore", module=module)
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU host has no Triton
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # their states are part of a checkpoint

@@ -31,6 +31,8 @@ CASES = {
     "Cohere2ForCausalLM": (),
     "Starcoder2ForCausalLM": LORA,
     "NemotronHForCausalLM": (),
+    "Zamba2ForCausalLM": ("training.recompute=full",),
+    "Ernie4_5_MoeForCausalLM": (),
 }
 """Family -> settings, besides GRPO on two ranks that share the weights."""
 

@@ -60,6 +60,10 @@ class ClassModel(MegatronModule):
         if training.recompute == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.language_model: Any = model
+        for layer in self.layers:  # a layer within a layer is computed again with it
+            for inner in layer.modules():
+                if isinstance(inner, GradientCheckpointingLayer) and inner is not layer:
+                    inner.gradient_checkpointing = False
         # vLLM decorates the classes of transformers that it serves itself, also for this model.
         self.body.do_not_compile = True
         self.attend()

@@ -63,15 +63,15 @@ class _Packed(NamedTuple):
 class Shards:
     """The rows of a model's parameters on this rank. It replaces the parameters of the model.
 
-    group: the ranks that share a copy. With one rank nothing changes.
+    group: the ranks that share a copy, or `memory.CopyRanks`. With one rank nothing changes.
     """
 
-    def __init__(self, model: Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: Module, group: Any) -> None:
         self._group, self.size = group, group.size()
         self._modules: set[Module] = set()
         """Modules whose parameters are gathered together."""
         self._live: dict[int, tuple[Unit, int]] = {}
-        """Address of a whole parameter in a pass -> its unit and index."""
+        """Storage of a whole parameter in a pass -> its unit and index."""
         self.sums = torch.zeros(3, dtype=torch.float64)
         """Three sums over the gradients of this rank's passes: before `reduce`, after it, and of the absolute
         values.
@@ -110,15 +110,15 @@ class Shards:
             finally:
                 for (place, name), shard in zip(unit.places, unit.shards, strict=True):
                     place[name] = shard
-                for tensor in whole:  # another tensor may get the address
-                    self._live.pop(tensor.untyped_storage().data_ptr(), None)
+                for tensor in whole:  # another storage may get the address
+                    self._live.pop(tensor.untyped_storage()._cdata, None)
 
         return gathered
 
     def _whole(self, unit: Unit) -> Sequence[Tensor]:
         whole: Sequence[Tensor] = _WholeUnit.apply(self, unit, *unit.shards)
         for index, tensor in enumerate(whole):
-            self._live[tensor.untyped_storage().data_ptr()] = unit, index
+            self._live[tensor.untyped_storage()._cdata] = unit, index
         return whole
 
     def whole_of(self, module: Module) -> Sequence[Tensor]:
@@ -137,7 +137,7 @@ class Shards:
         self._live.clear()
 
         def pack(tensor: Tensor) -> Tensor | _Packed:
-            of = self._live.get(tensor.untyped_storage().data_ptr())
+            of = self._live.get(tensor.untyped_storage()._cdata)
             if of is None:
                 return tensor
             return _Packed(*of, tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -159,7 +159,7 @@ class Shards:
         """Return the whole parameters of a unit. Collective over the group."""
         own = torch.cat([shard.detach().view(-1) for shard in unit.shards])
         every = own.new_empty(self.size, len(own))
-        dist.all_gather_into_tensor(every.view(-1), own, group=self._group)
+        self._exchange(dist.all_gather_into_tensor, every.view(-1), own)
         parts = every.split([shard.numel() for shard in unit.shards], 1)
         return [
             part.reshape(-1, *shard.shape[1:])[: shard.whole_rows]
@@ -178,16 +178,26 @@ class Shards:
         for part, shard, gradient in zip(every.split(sizes, 1), shards, gradients, strict=True):
             for rank, rows in enumerate(() if gradient is None else gradient.split(len(shard))):
                 part[rank, : rows.numel()] = rows.reshape(-1)
-        dist.reduce_scatter_tensor(own, every.view(-1), group=self._group)
+        self._exchange(dist.reduce_scatter_tensor, own, every.view(-1))
         factors = torch.arange(1.0, self.size + 1, dtype=torch.float64, device=own.device)
-        before, size = (x.sum(1, dtype=torch.float64) @ factors for x in (every, every.abs()))
-        self.sums = self.sums.to(own.device) + torch.stack([before, torch.zeros_like(before), size])
+        self.sums = self.sums.to(own.device)
+        for doubles in in_doubles(every):
+            self.sums[0] += doubles.sum(1) @ factors
+            self.sums[2] += doubles.abs_().sum(1) @ factors
         return [part.view_as(shard) for part, shard in zip(own.split(sizes), shards, strict=True)]
+
+    def _exchange(self, collective: Callable[..., Any], out: Tensor, own: Tensor) -> None:
+        """Call the collective; in a dry run, only allocate what it allocates."""
+        if own.is_meta:
+            self._group.allocate(max(out, own, key=Tensor.numel))
+        else:
+            collective(out, own, group=self._group)
 
     def note_reduced(self, gradients: Sequence[Tensor]) -> None:
         """Add what autograd gets of a result of `reduce` to `sums`."""
-        total = torch.stack([gradient.sum(dtype=torch.float64) for gradient in gradients]).sum()
-        self.sums[1] += total * (1 + self._group.rank())
+        for gradient in gradients:
+            for doubles in in_doubles(gradient.view(1, -1)):
+                self.sums[1] += doubles.sum() * (1 + self._group.rank())
 
 
 class _WholeUnit(torch.autograd.Function):
@@ -208,6 +218,12 @@ class _WholeUnit(torch.autograd.Function):
         ctx.shards.note_reduced(reduced)
         found = dict(zip(learned, reduced, strict=True))
         return None, None, *(found.get(number) for number in range(len(gradients)))
+
+
+def in_doubles(rows: Tensor) -> Iterator[Tensor]:
+    """Yield the columns of a matrix in float64, few at once: a float64 copy of a layer would not fit."""
+    for part in rows.split(max(1, (1 << 22) // len(rows)), 1):
+        yield part.double()
 
 
 def check_sums(before: float, after: float, size: float, *, num_ranks: int) -> None:

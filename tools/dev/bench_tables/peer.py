@@ -6,6 +6,7 @@ checkpointing. TRL generates with transformers. Its package is enough, because t
 
     pip install --no-deps --target trl trl==1.16.0
     python tools/dev/bench.py peer --peer trl --model models/smollm2-135m
+    python tools/dev/bench.py peer --peer trl --override training.backend=transformers
 """
 
 import json
@@ -57,6 +58,13 @@ def add_arguments(add: Callable[..., Any]) -> None:
     add("--model", type=Path, metavar="DIR", help="a checkpoint; without one its rows are left out")
     add("--rows", nargs="*", default=[], metavar="NAME", help="rows (all)")
     add("--rounds", type=int, default=3, help="counted steps of each side (3)")
+    add(
+        "--override",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="key of another run of Lockstep, a third side",
+    )
     add("--peer-processes", type=int, nargs="*", default=sorted({1, CORES}), help="processes of TRL to try")
 
 
@@ -83,17 +91,21 @@ def compare(name: str, case: PeerStep, args: Namespace, runs: Path) -> TableLine
     task, steps = runs / "task", args.rounds + 1
     overrides = [*save_case(task, case, args.model), f"run.max_steps={steps}"]
     spec = {"task": str(task), "steps": steps, "samples": case.prompts * case.samples_per_prompt} | vars(case)
+    ours = {"Lockstep": overrides}
+    if args.override:
+        ours[" ".join(args.override)] = [*overrides, *args.override]
     start: dict[str, Callable[[], Side]] = {
-        "Lockstep": partial(start_lockstep, "Lockstep", runs / "lockstep", CORES, overrides, steps_per_turn=1)
+        side: partial(start_lockstep, side, runs / f"lockstep-{place}", CORES, keys, steps_per_turn=1)
+        for place, (side, keys) in enumerate(ours.items())
     }
     for processes in args.peer_processes:
         peer = partial(start_trl, args.peer.resolve(), runs / f"trl-{processes}", processes, spec)
         start[f"TRL, {processes} x {max(1, CORES // processes)}"] = peer
     turns = alternate(start, args.rounds)
     medians = {side: middle([turn_seconds(turn) for turn in taken]) for side, taken in turns.items()}
-    theirs = min((side for side in turns if side != "Lockstep"), key=medians.__getitem__)
+    theirs = min((side for side in turns if side not in ours), key=medians.__getitem__)
     columns: dict[str, float | int | str] = {}
-    for side, label in ((theirs, "TRL"), ("Lockstep", "Lockstep")):
+    for side, label in {theirs: "TRL", **dict(zip(ours, ours))}.items():
         columns[f"{label}, s"] = medians[side]
         columns[f"of {label}"] = phases_of(turns[side])
         lengths = [record["response_length/mean"] for turn in turns[side] for record in turn]
