@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 from tests import bounds
 from tests.checkpoints import assert_same_checkpoint, save_tiny
 from tests.records import comparable
+from tests.spawn import RanksFailed
 from tests.toy import UNSCORED, train
 
 STEPS = ("run.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=0", "checkpoint.export_hf=true")
@@ -52,6 +53,20 @@ def test_three_steps_resumed_and_exported(config, tmp_path, family):
     assert comparable(killed) == comparable(straight)
     assert_same_checkpoint(*(run / "checkpoints" / "step_000003" for run in (straight, killed)))
     AutoModelForCausalLM.from_pretrained(straight / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family, options, cause",
+    [
+        ("Cohere2ForCausalLM", dict(attention_bias=True), "computes without model.layers.*_proj.bias"),
+        ("Gemma2ForCausalLM", dict(tie=False), "no module or parameter named 'lm_head' in Gemma2ForCausalLM"),
+    ],
+)
+def test_weights_that_the_engine_lacks_are_named(config, tmp_path, family, options, cause):
+    model = save_tiny(family, tmp_path / "tiny", seed=1, **(dict(tie=True) | options))
+    with pytest.raises(RanksFailed, match=cause):
+        train(1, config, f"model.path={model}", "run.max_steps=1")
 
 
 @pytest.mark.slow
