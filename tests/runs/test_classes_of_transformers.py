@@ -12,7 +12,7 @@ from tests.spawn import RanksFailed
 from tests.toy import UNSCORED, train
 
 STEPS = ("run.max_steps=3", "checkpoint.every=2", "checkpoint.keep_last=0", "checkpoint.export_hf=true")
-TIED = ("Gemma2ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM")
+TIED = ("Gemma2ForCausalLM", "CohereForCausalLM", "Cohere2ForCausalLM", "Zamba2ForCausalLM")
 
 
 def cut_back(straight, killed):
