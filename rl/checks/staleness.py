@@ -30,7 +30,8 @@ def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
             f"{int(wrong.sum())} of {len(sampled)} tokens have a staleness outside of 0 to {limit} versions "
             f"of the policy, the first one {int(ages[first])} ({token_place(batch, first)}, version "
             f"{version - int(ages[first])} of {version}): the engine generated without the present weights, "
-            "or the scheduler kept samples for too long. This is a bug; please report it."
+            "or with another point's adapter, or the scheduler kept samples for too long. This is a bug; "
+            "please report it."
         )
     if not len(sampled):
         return {}
