@@ -1,9 +1,8 @@
 """One rank of test_context.py: bytes and memory of an update with rows shared by context parallel ranks.
 
-    context_worker.py CHECKPOINT OUT_DIR TOKENS CASE [CASE ...]     CASE is TPxPPxCP[xSHARD][+RECOMPUTE]
+    context_worker.py CHECKPOINT OUT_DIR TOKENS CASE [CASE ...]     CASE is TPxPPxCP[+RECOMPUTE]
 
-For example, 1x1x2 has two context parallel ranks; SHARD ranks share a copy of a class of transformers.
-RECOMPUTE as in tests.recompute. Every rank saves
+For example, 1x1x2 has two context parallel ranks. RECOMPUTE as in tests.recompute. Every rank saves
 OUT_DIR/CASE.RANK.json: the bytes received from the group in the forward and in the backward pass of the
 attention, the maximum of the memory that an update allocates, and a checksum of each weight's gradient.
 """
@@ -22,8 +21,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from rl.config.schema import Optimizer, Training
 from rl.data.batch import Batch
-from rl.features.transformers_backend.part import ByClass
-from rl.models import by_class, read_hf_config
+from rl.models import read_hf_config
 from rl.runtime.session import session
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import plan_minibatch
@@ -46,13 +44,12 @@ def one_sample(vocab_size: int, tokens: int) -> Batch:
 
 def measure(checkpoint: str, tokens: int, case: str, device) -> dict:
     sizes, _, recompute = case.partition("+")
-    tp, pp, cp, *shard = map(int, sizes.split("x"))
+    tp, pp, cp = map(int, sizes.split("x"))
     hf = read_hf_config(checkpoint)
-    hf = by_class.described(hf) if shard else hf
-    grid = new_grid(tp, pp, *([1, *shard] if shard else []), cp=cp)
+    grid = new_grid(tp, pp, cp=cp)
     training = Training(tp=tp, pp=pp, cp=cp, micro_batch_tokens=tokens, **recompute_of(recompute))
     spec = ModelSpec(checkpoint, hf, "float32", optimizer=Optimizer(lr=1e-3))
-    engine = TrainingEngine(spec, training, grid, device, [ByClass()] if shard else [])
+    engine = TrainingEngine(spec, training, grid, device)
     batch = one_sample(hf["vocab_size"], tokens)
     plan = plan_minibatch(batch, [0], dp=grid.dp, max_tokens=tokens)
     received = dict(forward=0, backward=0)
