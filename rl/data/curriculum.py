@@ -52,7 +52,8 @@ class CurriculumOrder(EpochOrder):
             indices = call(partial(order, *arguments), key=f"data.curriculum, epoch {epoch},")
             return check_order(indices, num_prompts=len(prompts), epoch=epoch)
 
-        super().__init__(order_of, owner="data.curriculum returns")
+        key = f"data.curriculum, which must draw from rng only, seed {seed}"
+        super().__init__(order_of, owner="data.curriculum returns", key=key)
 
 
 def check_order(indices: Sequence[int], *, num_prompts: int, epoch: int) -> np.ndarray:

@@ -16,15 +16,16 @@ import numpy as np
 class EpochOrder:
     """Draws prompts, epoch after epoch.
 
-    order_of: order_of(epoch) returns the prompts of an epoch in order, np.int64 [n], n > 0.
+    order_of: order_of(epoch) returns the prompts of an epoch in order, np.int64 [n], n > 0. key: what
+        determines the order besides the prompts, for messages.
 
     A batch may contain prompts of two epochs; no prompt is dropped at the end of an epoch.
     """
 
-    def __init__(self, order_of: Callable[[int], np.ndarray], *, owner: str):
+    def __init__(self, order_of: Callable[[int], np.ndarray], *, owner: str, key: str):
         """Start at epoch 0. owner: beginning of the error message "{owner} {n} prompts"."""
         self._order_of = order_of
-        self._owner = owner
+        self._owner, self._key = owner, key
         self._move_to(epoch=0, position=0)
 
     @property
@@ -39,11 +40,8 @@ class EpochOrder:
 
     @property
     def digest(self) -> dict[str, int]:
-        """Hash of the present epoch's order, under a name that says what determines the order.
-
-        {} if user code determines it.
-        """
-        return {}
+        """Hash of the present epoch's order, under a name that says what determines the order."""
+        return {self._key: zlib.crc32(self._order.astype(np.int64).tobytes())}
 
     def draw(self, n: int) -> np.ndarray:
         """Return the next `n` prompts: np.int64 [n]. `n` may exceed the number of prompts of an epoch."""
@@ -101,7 +99,6 @@ class PromptOrder(EpochOrder):
             raise ValueError(f"num_prompts={num_prompts}: an order needs at least one prompt.")
         check_seed(seed)
         self.num_prompts = num_prompts
-        self._key = f"seed {seed}, shuffle {shuffle}"
 
         def order_of(epoch: int) -> np.ndarray:
             if not shuffle:
@@ -110,15 +107,11 @@ class PromptOrder(EpochOrder):
             # 2.
             return np.random.default_rng([seed, epoch]).permutation(num_prompts)
 
-        super().__init__(order_of, owner="the training data has")
+        super().__init__(order_of, owner="the training data has", key=f"seed {seed}, shuffle {shuffle}")
 
     @property
     def num_drawn(self) -> int:
         return self._epoch * self.num_prompts + self._position
-
-    @property
-    def digest(self) -> dict[str, int]:
-        return {self._key: zlib.crc32(self._order.astype(np.int64).tobytes())}
 
 
 class MixedOrder:

@@ -109,7 +109,9 @@ class RunCheckpoints:
         phases.engines.policy.version = state["policy_version"]
         restored, drawn = self._controllers(), phases.draw.state_dict()
         if drawn["num_prompts"] == state.get("num_prompts"):  # else the data has other prompts now
-            if drawn["order"].keys() != state.get("order", {}).keys():  # the seed or the files have changed
+            # The seed or the number of files may have changed, or a curriculum, or the prompts that it reads.
+            is_other = drawn["order"].keys() != state.get("order", {}).keys()
+            if is_other or (config.data.curriculum and found):
                 del drawn["order"]
             restored |= drawn
         check_restored(str(saved.path), state, restored)

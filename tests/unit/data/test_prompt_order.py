@@ -210,6 +210,7 @@ def test_a_restored_curriculum_continues():
         state = saved.state_dict()
         assert set(state) == {"epoch", "position"} and saved.epoch == state["epoch"]
         restored.load_state_dict(json.loads(json.dumps(state)))
+        assert restored.digest == saved.digest != curriculum(lambda *_: [0]).digest
         assert np.array_equal(restored.draw(20), saved.draw(20))
 
 
