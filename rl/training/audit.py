@@ -78,6 +78,6 @@ class StepAudit(TrainerPart):
             raise WrongStep(
                 "an update did not change sampled elements as AdamW with the keys of the config does: "
                 f"{'; '.join(texts)}. The groups of the optimizer have another decay, rate or beta, another "
-                "step for the bias correction, moments are rounded to nearest, or the kernel is wrong."
+                "step for the bias correction, moments are rounded with a bias, or the kernel is wrong."
             )
         self.has_moved = moved > 0

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from rl.config.schema import Optimizer
-from rl.training.optimizer import _adamw
+from rl.training.compact_adam import rounded
+from rl.training.optimizer import _adamw, _is_biased
 
 
 def steps_of_torch(adam: Optimizer, decay: float, number: int):
@@ -68,3 +69,19 @@ def test_kernels_may_hold_one_minus_beta_in_float32():
     for step, (before, after, gradient) in enumerate(steps_of_torch(adam, 0.0, 3), start=1):
         after[2] = before[2] * 0.99999 + float(1 - torch.tensor(0.99999)) * gradient.double().square()
         assert outside(before, after, gradient, step, adam=adam) == 0
+
+
+def test_moments_that_are_rounded_with_a_bias_are_found():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        exact = torch.randn(2000, generator=generator) * torch.rand(2000, generator=generator) ** 4
+        bits = torch.randint(-(2**31), 2**31, (2000,), generator=generator).int()
+        forms = dict(
+            stochastic=rounded(exact, bits),
+            nearest=exact.bfloat16(),
+            down=rounded(exact, bits * 0),
+            half=rounded(exact, bits & 0x7FFF),
+        )
+        pair = exact.double().abs().expand(2, -1)
+        for name, found in forms.items():
+            assert _is_biased(found.double().abs().expand(2, -1), pair).tolist() == [name != "stochastic"] * 2
