@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from rl.checkpoint.contents import exported_checksums
 from rl.checkpoint.hf import NewDirectory, differing, raise_problem
 from rl.features.adapters.trainer import Adapters
+from rl.models.adapters import adapters as pairs_of
 from rl.models.files import save_tensors
 from rl.models.layout import Weight
-from rl.models.peft import CONFIG, TENSORS, peft_config
+from rl.models.peft import CONFIG, TENSORS, check_peft, peft_config
 from rl.runtime.checksum import placed_checksum
 from rl.training.engine import TrainingEngine
 from rl.training.weights import full_weights
@@ -43,7 +44,7 @@ def export_peft(
         elif writes and ".lora_B." in name:
             tensors[name] = torch.cat((tensors[name], -tensor.cpu()), dim=1)
     expected = exported_checksums(trainer, adapters.learned_map)
-    rank = adapters.config.rank
+    own, rank = adapters.config, adapters.config.rank
     if initial is not None:
 
         def negated(weight: Weight, parameter: torch.Tensor) -> torch.Tensor:
@@ -59,14 +60,14 @@ def export_peft(
 
     def write() -> str:
         save_tensors(tensors, file)
-        config = peft_config(
-            adapters.pairs,
-            trainer.weight_map.weights,
-            rank=rank * (1 if initial is None else 2),
-            scale=adapters.config.scale,
-            source=source,
-        )
+        weights, stated = trainer.weight_map.weights, rank * (1 if initial is None else 2)
+        config = peft_config(adapters.pairs, weights, rank=stated, scale=own.scale, source=source)
         (directory.partial / CONFIG).write_text(json.dumps(config, indent=2))
+        pairs = pairs_of(weights, rank=stated, targets=own.targets, dora=own.kind == "dora")
+        try:
+            check_peft(str(directory.partial), pairs, kind=own.kind, rank=stated, scale=own.scale)
+        except ValueError as error:
+            return f"the files are not those of the policy's adapters: {error}"
         written = {n: int(placed_checksum(t)) % 2**64 for n, t in load_file(file).items()}
         return differing([name for name in expected | written if written.get(name) != expected.get(name)])
 

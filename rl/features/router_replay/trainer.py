@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
@@ -24,7 +25,8 @@ from rl.config.schema import Config
 from rl.data.batch import Batch
 from rl.models import architecture
 from rl.models.placement import chunk_ranges
-from rl.runtime.collectives import sum_over_world
+from rl.runtime.collectives import gather_texts, sum_over_world
+from rl.runtime.names import listed
 from rl.training.packing import MicroBatch
 from rl.training.parts import TrainerPart, WrongInputs
 
@@ -130,12 +132,32 @@ class RouterReplay(TrainerPart):
         self._stage = grid.pp_rank
         self._num_layers = len(self._stages[self._stage])
         assert self._num_layers == len(layers), "the stages hold other layers than planned"
+        self._replays = [LayerReplay(number) for number in range(len(layers))]
         for number, layer in enumerate(layers):
-            layer.mlp.router.router_replay = LayerReplay(number)
+            layer.mlp.router.router_replay = self._replays[number]
             layer.register_forward_pre_hook(_give_routes, with_kwargs=True)
         self._counts = torch.zeros(4, self._num_layers, dtype=torch.float64, device=self._device)
         """`Routes.counts` of the engine's routes since the last call of `metrics`."""
         self.needs = {"routes": self.need} if self.mode == "engine" else {}
+
+    def check(self, engine: "TrainingEngine", name: str) -> None:
+        """Check that replayed experts get their own scores: here the score of expert i is i.
+
+        Raises WrongRoutes on every rank. Collective over the world.
+        """
+        experts = torch.arange(self._config.num_moe_experts, device=self._device)[None]
+        given, wrong = experts[:, : self._config.moe_router_topk], list[str]()  # a router prefers the last
+        every, is_given = given.expand(self._num_layers, 1, -1), torch.tensor(True, device=self._device)
+        for replay in self._replays:
+            before, layers = replay.routes, set(range(self._num_layers))
+            replay.routes = Routes(every, is_given, chosen=layers)
+            size = given.shape[1], None, None
+            found = replay.get_replay_topk(experts.float(), *size, lambda scores, k, *_: scores.topk(k))
+            replay.routes = before
+            if any((values != given).any() for values in found):
+                wrong.append(f"layer {replay.layer} on rank {dist.get_rank()}")
+        if texts := gather_texts(wrong):
+            raise WrongRoutes(f"replayed experts have weights of other experts in {listed(texts)}.")
 
     def need(self, stage: int) -> Sequence[int] | None:
         """Return the part of a token's routes that a pipeline stage needs: its layers of experts."""

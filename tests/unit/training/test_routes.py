@@ -1,8 +1,12 @@
 """Experts that are replayed in one layer of one micro-batch."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from rl.features.router_replay.trainer import Routes
+from rl.features.router_replay import trainer
+from rl.features.router_replay.trainer import LayerReplay, RouterReplay, Routes, WrongRoutes
 
 ENGINE = torch.tensor([[[0, 1], [2, 3], [0, 0]]], dtype=torch.uint8)
 OWN = torch.tensor([[1, 0], [2, 1], [3, 2]])
@@ -21,3 +25,22 @@ def test_the_first_pass_is_recorded_and_replayed():
     routes = Routes(torch.zeros_like(ENGINE), torch.tensor(True))
     assert routes.choose(0, OWN).tolist() == OWN.tolist()
     assert routes.choose(0, OWN.flip(0)).tolist() == OWN.tolist()
+
+
+def test_replayed_experts_with_weights_of_others_are_found(monkeypatch):
+    monkeypatch.setattr(trainer, "gather_texts", lambda texts: list(texts))
+    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 0)
+    replay = RouterReplay("engine")
+    replay._config = SimpleNamespace(num_moe_experts=8, moe_router_topk=2)
+    replay._num_layers, replay._device = 2, torch.device("cpu")
+    replay._replays = [LayerReplay(0), LayerReplay(1)]
+    replay.check(None, "policy")
+    assert [each.routes for each in replay._replays] == [None, None]
+
+    def own_values(scores, *args):
+        values, own = args[-1](scores, *args[:-1])
+        return values, replay._replays[1].routes.choose(1, own)
+
+    monkeypatch.setattr(replay._replays[1], "get_replay_topk", own_values)
+    with pytest.raises(WrongRoutes, match="weights of other experts in layer 1 on rank 0"):
+        replay.check(None, "policy")
