@@ -57,6 +57,11 @@ class Start:
         Raises ChangedSinceStart on every rank. Collective over the world.
         """
         is_first, models = not model.num_updates, {name: model}
+        if name not in self._steps:
+            raise ChangedSinceStart(
+                f"{name} learns, but checkpoints have only {listed([*self._steps])}: a resumed run would "
+                f"begin with another {name}, without its moments."
+            )
         found = total_checksums(models) if is_first else buffer_checksums(name, model)
         own = [tensor for tensor in self._sums if is_first and tensor.startswith(f"{name}/")]
         if wrong := [key for key in dict.fromkeys((*own, *found)) if self._sums.get(key) != found.get(key)]:

@@ -133,16 +133,25 @@ def _check_coef(key: str, found: float, expected: float, given: str) -> None:
 def check_advantages(batch: Batch, config: Config) -> None:
     """Check the rewards and advantages of some groups, and the whitening of all. Raises CheckFailed."""
     (estimator, _), goal = config.objective.chosen, config.objective
-    is_known = estimator is not None and not config.teacher.advantage_coef and len(batch) > 0
-    if not is_known or batch.advantages is None or batch.rewards is None:
+    if config.teacher.advantage_coef or not len(batch) or batch.rewards is None:
         return
-    assert estimator is not None
     numbers = _Numbers(batch.merge_rows(), goal)
-    chosen, formula = numbers.some(), FORMULAS.get(estimator.function)
+    chosen = numbers.some()
     if batch.scores is not None and goal.reward_kl.controller != "adaptive":
         for sample in (sample for group in chosen for sample in group):
             _check_reward(numbers, sample, config, coef=goal.reward_kl.coef)
+    for group in chosen if config.algorithm in LABELS else ():
+        labels = numbers.samples.column("labels")[group].tolist()
+        for sample, label, own in zip(group, labels, LABELS[config.algorithm](numbers, group)):
+            if not abs(label - own) <= ROUNDING:
+                raise CheckFailed(
+                    f"advantage check: {place(numbers.samples, sample)} has the label {label:.6g}, but "
+                    f"algorithm={config.algorithm} makes it {own:.6g} from the results of its group."
+                )
+    if estimator is None or batch.advantages is None:
+        return
     pairs: list[tuple[int, np.ndarray, float]] = []
+    formula = FORMULAS.get(estimator.function)
     # It weights samples before the penalty of the divergence, and an overlong penalty rounds equal scores.
     is_filtered = goal.filtration != "none" and not config.reward.overlong_buffer_tokens
     for group in chosen if is_filtered and batch.scores is not None else ():
@@ -278,6 +287,13 @@ def _passk(x: np.ndarray, by_std: bool) -> np.ndarray:
 def _opo(numbers: _Numbers, group: list[int]) -> GroupValues:
     x, lengths = numbers.rewards[group], [numbers.size(sample) for sample in group]
     return x - np.average(x, weights=lengths if any(lengths) else None)
+
+
+def _win_rates(x: np.ndarray) -> GroupValues:
+    """Return the share of the other samples that each sample beats; a tie counts half."""
+    if len(x) == 1:
+        return [0.5]
+    return [(np.sign(own - np.delete(x, i)).mean() + 1) / 2 for i, own in enumerate(x)]
 
 
 def _gpg(numbers: _Numbers, group: list[int]) -> GroupValues:
@@ -428,6 +444,11 @@ FORMULAS: dict[str, OfGroup] = {
 """Function of an estimator -> its formula for one group, before whitening."""
 WHITENED = {"reinforce_pp", "reinforce_pp_baseline", "gae", "prime"}
 """Estimators whose result is whitened over the tokens of the batch. For gae, only with `objective.whiten`."""
+LABELS: dict[str, OfGroup] = {
+    "sppo": lambda numbers, group: _win_rates(numbers.rewards[group]),
+    "prime": lambda numbers, group: numbers.samples.outcomes[group].clamp(0, 1).tolist(),
+}
+"""Algorithm -> its column `labels` for a group: win rates, and outcomes."""
 _KL: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "k1": lambda d: d,
     "abs": np.abs,

@@ -5,7 +5,7 @@ has the same batch. Therefore CheckFailed is raised on every rank.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -150,6 +150,20 @@ def check_table(batch: Batch, metrics: Mapping[str, float], answers: Sequence[st
                 )
 
 
+def check_losses(losses: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> None:
+    """Check loss and perplexity of held-out responses. losses: -log pi of the trained tokens, by source."""
+    every = {"val": [own for parts in losses.values() for own in parts]}
+    for name, parts in ({f"val-core/{source}": parts for source, parts in losses.items()} | every).items():
+        value = float(torch.cat([*parts]).double().mean())
+        for key, expected in (("loss", value), ("perplexity", math.exp(value))):
+            found = metrics[f"{name}/{key}"]
+            if not (math.isnan(value) or abs(found - expected) <= 1e-6 * (1 + abs(expected))):
+                raise CheckFailed(
+                    f"validation check: {name}/{key} is {found:.6g}, but its trained tokens give "
+                    f"{expected:.6g}: it is a mean with other weights, or of other responses."
+                )
+
+
 def _statistic(name: str, samples: list[Graded]) -> float:
     """Return a statistic of a prompt's samples; NaN for one over more than MAX_SUBSETS subsets of them.
 
@@ -203,6 +217,23 @@ def check_sides(batch: Batch, rows: Sequence[Any]) -> None:
     wrong += [i for i, label in enumerate(own) if labels is not None and bool(labels[i]) != label]
     what = "{sample} has another response, side or label than the row that was drawn"
     refuse("row", batch, wrong, what, "chosen and rejected responses, or rows, were exchanged")
+
+
+def check_mismatched(batch: Batch, others: Batch, parts: Sequence[Sequence[int]]) -> None:
+    """Check that prompts have responses to other prompts of their part, if the part has several prompts.
+
+    others: the batch with exchanged responses. parts: lists of indices of samples.
+    """
+    for part in parts:
+        answered: dict[bytes, set[bytes]] = defaultdict(set)
+        for i in part:
+            answered[batch.response_ids[i].tobytes()].add(batch.prompt_ids[i].tobytes())
+        pairs = {i: (others.response_ids[i].tobytes(), others.prompt_ids[i].tobytes()) for i in part}
+        wrong = [i for i, (response, prompt) in pairs.items() if not answered[response] - {prompt}]
+        what = "{sample} has no response to another prompt of its mini-batch"
+        has_several = len(set().union(*answered.values())) > 1
+        cause = "KTO's estimate would be of responses to the same prompts"
+        refuse("loss", batch, wrong if has_several else [], what, cause)
 
 
 def check_endings(

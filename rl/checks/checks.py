@@ -150,6 +150,13 @@ class Checks:
         """
         config, is_replay = self._config, self._config.run.mode == "train_only"
         found: dict[str, float] = {}
+        own = self._updates if self._updates is not None and self._updates.batch is batch else None
+        if own is not None and own.number > 1 and not reference:
+            raise batches.CheckFailed(
+                f"ratio check: old_logprobs were computed in update {own.number} of their step, not before "
+                "the first: with several updates (training.epochs, training.prompts_per_minibatch) they "
+                "need a pass of their own."
+            )
         if reference:
             self.reference_of(self._policy).check(batch, batch.column("ref_logprobs"))
         else:
@@ -162,7 +169,7 @@ class Checks:
         if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
             logprobs.check_reference(batch, limit=self._limit)
         # The only update of a step may fill `old_logprobs`, which are of the weights before it.
-        last = self._updates if self._updates is not None and self._updates.batch is not batch else None
+        last = self._updates if own is None else None
         if not is_replay and (self._has_moved or (last is not None and last.has_moved)):
             logprobs.check_moved(batch)
         return found
@@ -290,8 +297,7 @@ class Checks:
         Advantages of a user's algorithm are not compared, because it may define them in any way.
         """
         config = self._config
-        estimator, _ = config.objective.chosen
-        if name == "policy" and estimator is not None and config.algorithm in shipped():
+        if name == "policy" and config.algorithm in shipped():
             check_advantages(batch, config)
             if self._greedy is not None and "baselines" in batch.extra:
                 check_baselines(batch, self._greedy, config)

@@ -24,6 +24,8 @@ from rl.training.model import Packed
 
 NUM_VALUES = 4
 """Number of values that are no powers of two, below which lower bits of 0 may be chance (2^-16 each)."""
+SCORE_ERROR = 2.0**-12
+"""Maximum error of a router's scores, relative to the largest. Rounding to bfloat16 gives 2^-9."""
 NUM_UNEQUAL = 0.1
 """Share of the results of a norm that may differ from the rounded result of float64."""
 
@@ -54,21 +56,39 @@ def _is_coarse(norm: ZeroCenteredNorm) -> bool:
     return x.dtype is torch.bfloat16 and float((norm(x) != exact).double().mean()) > NUM_UNEQUAL
 
 
+@torch.no_grad()
+def _rounds_scores(router: TopKRouter) -> bool:
+    """Return whether a router rounds the scores of its experts."""
+    x = torch.linspace(-2, 2, 8 * router.weight.shape[1]).sin().view(8, 1, -1).to(router.weight)
+    bias = 0.0 if router.bias is None else router.bias.double()
+    exact = x[:, 0].double() @ router.weight.double().T + bias
+    error = (router.gating(x)[:, 0] - exact).abs().max() / exact.abs().max()
+    return float(error) > SCORE_ERROR
+
+
 class CoarseFunctions(TorchDispatchMode):
     """Notes functions of torch that must not get 16 bits, because a small error of x is a large one of f(x)
-    in a long sum or product. Kernels of their own are not seen."""
+    in a long sum or product, and results of 16 bits that become float32 too late, such as gates of a
+    recurrence. Kernels of their own are not seen."""
 
     NAMES = frozenset("exp exp2 log softplus rsqrt sin cos _softmax _log_softmax logsumexp cumsum".split())
+    GATES = frozenset(("sigmoid", "tanh", "silu"))
 
     def __init__(self) -> None:
         super().__init__()
         self.found = set[str]()
+        self._gates: dict[int, tuple[str, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__.rstrip("_")
         if name in self.NAMES and isinstance(args[0], Tensor) and args[0].dtype is torch.bfloat16:
             self.found.add(f"the argument of {name}")
-        return func(*args, **(kwargs or {}))
+        if name == "_to_copy" and id(args[0]) in self._gates and (kwargs or {}).get("dtype") is torch.float32:
+            self.found.add(f"the result of {self._gates[id(args[0])][0]}")
+        out = func(*args, **(kwargs or {}))
+        if name in self.GATES and isinstance(out, Tensor) and out.dtype is torch.bfloat16:
+            self._gates[id(out)] = name, out
+        return out
 
 
 def check_precision(name: str, model: TrainingEngine) -> None:
@@ -89,7 +109,7 @@ def check_precision(name: str, model: TrainingEngine) -> None:
         for module in chunk.modules():
             if isinstance(module, ZeroCenteredNorm) and _is_coarse(module):
                 found.append("1 + w of a norm")
-            if isinstance(module, TopKRouter) and module.config.moe_router_dtype not in ("fp32", "fp64"):
+            if isinstance(module, TopKRouter) and _rounds_scores(module):
                 found.append("the scores of the routers")
     if any(buffer.dtype is not torch.float32 for buffer in gradient_buffers(model.wrapped)):
         found.append("the gradient buffers")

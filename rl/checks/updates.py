@@ -159,7 +159,7 @@ class UpdateChecks:
         self, model: TrainingEngine, batch: Batch, lr: float, *, is_first: bool, config: Config | None = None
     ):
         self._model, self.batch, self._lr, self._is_first = model, batch, lr, is_first
-        self._size, self._config, self._number = 1.0, config, 0
+        self._size, self._config, self.number = 1.0, config, 0
         self._old = OLD
         has_slack = config is not None and config.agreement.logprob_slack > 0
         if has_slack and batch.old_logprobs is None and batch.ref_logprobs is not None and not model.version:
@@ -183,7 +183,7 @@ class UpdateChecks:
         self._loss, self._totals, self._plan = loss, totals, plan
         self._counted, self._arrived = list[Tensor](), list[Tensor]()
         self._read, self._is_watching = list[tuple[Tensor, Tensor]](), False
-        self._number += 1
+        self.number += 1
         self._selects = ""
         """Output by which tokens are selected; `_read` has indices of tokens and their outputs."""
         if self._config is not None and "selected_tokens" in self.batch.extra:
@@ -230,7 +230,7 @@ class UpdateChecks:
                 own[index] = values.cpu().double()
         outputs = sum_over_world(own, self._model.device.torch).numpy()
         # The first update of a step reads the stored log-probs, which `_check_outputs` compares.
-        if self._selects == "logprobs" and self._number == 1 and not self._config.rollout_correction.bypass:
+        if self._selects == "logprobs" and self.number == 1 and not self._config.rollout_correction.bypass:
             outputs = self.batch.column("old_logprobs").double().numpy()
         eps = torch.finfo(self._model.weight_map.dtype).eps
         check_selection(self.batch, self._samples, outputs, self._config.objective, eps)

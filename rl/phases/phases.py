@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl.checks.advantages import check_kl_coef
-from rl.checks.batches import check_sides
+from rl.checks.batches import check_mismatched, check_sides
 from rl.checks.checks import Checks
 from rl.config.declarations import shipped
 from rl.config.needs import algorithm_of
@@ -127,7 +127,10 @@ class Phases:
 
     def mismatched(self, batch: Batch) -> Batch:
         """Return a batch in which each prompt has the response to another prompt, as KTO needs it."""
-        return mismatch(batch, [plan.samples for plan in self.updates.plans(batch)])
+        parts = [plan.samples for plan in self.updates.plans(batch)]
+        others = mismatch(batch, parts)
+        check_mismatched(batch, others, parts)
+        return others
 
     def targets(self, prompts: list[Prompt]) -> Batch:
         """Return the data's own responses in place of generated ones."""

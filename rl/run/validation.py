@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from rl.checks.batches import check_table
+from rl.checks.batches import check_losses, check_table
 from rl.config.schema import Config
 from rl.data.batch import Batch, data_responses
 from rl.data.prompts import Prompt
@@ -71,21 +71,26 @@ def loss_metrics(phases: Phases, prompts: list[Prompt], prompts_per_pass: int) -
     prompts_per_pass: number of prompts in memory at once.
     """
     sums: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(2))  # sum of the loss, and of the mask
+    trained: dict[str, list[torch.Tensor]] = defaultdict(list)
     for start in range(0, len(prompts), prompts_per_pass):
         part = prompts[start : start + prompts_per_pass]
         batch = data_responses(part)
         losses = torch.where(batch.mask > 0, -phases.inference.present_logprobs(batch), 0.0)
         columns = [segment_sum(column.double(), batch.lengths).numpy() for column in (losses, batch.mask)]
-        for prompt, own in zip(part, np.stack(columns, axis=1), strict=True):
+        for sample, (prompt, own) in enumerate(zip(part, np.stack(columns, axis=1), strict=True)):
             sums[prompt.data_source] += own
+            index = batch.tokens_of([sample])
+            trained[prompt.data_source].append(losses[index[batch.mask[index] > 0]])
     means = {f"val-core/{source}": total / count for source, (total, count) in sums.items()}
     total, count = sum(sums.values(), np.zeros(2))
     means["val"] = total / count
-    return {
+    found = {
         f"{name}/{key}": float(value)
         for name, loss in means.items()
         for key, value in (("loss", loss), ("perplexity", np.exp(loss)))
     }
+    check_losses(trained, found)
+    return found
 
 
 def validation_sampling(config: Config) -> Sampling:

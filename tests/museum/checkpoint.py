@@ -204,3 +204,36 @@ def shuffle_begins_again_after_a_resume(bug: Bug, load_state_dict, self, state):
     """The position came back, but in another permutation: prompts were repeated, and others never seen."""
     load_state_dict(self, state)
     self._order = self._order[::-1].copy()
+
+
+@exhibit("huggingface/accelerate#4195", overrides=("data.curriculum=TOY/order.py:order",), resumes=True)
+@caught_by(START, r"ChangedSinceStart: order of .*data.curriculum.* after it was restored: the run would not")
+@replaces("rl.data.curriculum.check_order")
+def user_order_begins_again_after_a_resume(bug: Bug, check_order, *args, **options):
+    """The position was restored, but the order of a sampler came from a generator with another state."""
+    return check_order(*args, **options)[::-1].copy()
+
+
+@exhibit("lqtrung1998/mwp_ReFT#26", overrides=("algorithm=ppo",), at=0)
+@caught_by(START, r"ChangedSinceStart: critic learns, but checkpoints have only policy: a resumed run would")
+def critic_that_no_checkpoint_has(bug: Bug) -> None:
+    """A model that learned with the policy was not saved, and began anew in resumed runs."""
+    from rl.engines.engines import Engines
+
+    bug.acts()
+    Engines.learning = property(lambda self: {"policy": self.policy})
+
+
+@exhibit(
+    "sgl-project/sglang#40835",
+    overrides=("checkpoint.export_hf=true", "adapter.kind=rslora", "adapter.rank=4", "adapter.alpha=4"),
+    at=3,
+)
+@caught_by("exported tensors", r"WronglyExported: .*adapter_config.json has 1 \(lora_alpha=4, r=4")
+def exported_adapter_with_another_scale(bug: Bug) -> None:
+    """The scale of an adapter with rslora was read as alpha / rank, so that its change was too small."""
+    from rl.features.adapters import peft
+
+    @bug.replaces(peft, "peft_config")
+    def other(peft_config, *args, rank, scale, source):
+        return peft_config(*args, rank=rank, scale=scale / rank**0.5, source=source)

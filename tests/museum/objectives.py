@@ -8,6 +8,7 @@ from tests.toy import FROM_DATA, SFT, UNSCORED
 OBJECTIVE = "objective"
 FIRST = "first update"
 TOKENS = "counted tokens"
+ADVANTAGES = "rewards and advantages"
 REJECTED = ("rollout_correction.reject=token-k2", "rollout_correction.reject_high=[1.0e-13]")
 """Masks most tokens of a healthy run: differences of log-probs are about 1e-6."""
 KL = ("objective.kl_coef=0.1",)
@@ -414,3 +415,31 @@ def teacher_reads_another_context(bug: Bug, in_context, prompt, *args, **options
 def top_k_of_the_teacher_at_temperature_1(bug: Bug, top_k, hidden, weight, softmax, k):
     """The teacher's temperature was 1 whatever the samples had."""
     return top_k(hidden, weight, replace(softmax, temperature=1.0), k)
+
+
+@exhibit("huggingface/trl#1911", overrides=LABELS)
+@caught_by(
+    TOKENS, r"CheckFailed: loss check: sample \d+ .*has no response to another prompt of its mini-batch"
+)
+@replaces("rl.phases.phases.mismatch")
+def estimate_of_matching_responses(bug: Bug, mismatch, batch, parts):
+    """Responses were exchanged in a way that left some with their own prompt."""
+    return mismatch(batch, [[i] for part in parts for i in part])
+
+
+@exhibit("huggingface/trl#1615", overrides=("algorithm=sppo",))
+@caught_by(
+    ADVANTAGES, r"CheckFailed: advantage check: sample \d+ .* has the label .* but algorithm=sppo makes it"
+)
+@replaces("rl.algorithms.sppo.win_rates")
+def win_rates_with_a_tie_too_many(bug: Bug, win_rates, scores, groups):
+    """The targets of SPPO were not those of the paper; here each response also meets itself."""
+    return 0.5 + (win_rates(scores, groups) - 0.5) * 3 / 4
+
+
+@exhibit("meta-pytorch/torchforge#571", overrides=("training.epochs=2", "training.prompts_per_minibatch=0"))
+@caught_by("ratios", r"CheckFailed: ratio check: old_logprobs were computed in update 2 of their step")
+@replaces("rl.phases.old_logprobs.OldLogprobs.may_defer")
+def old_logprobs_of_each_update(bug: Bug, may_defer, self, batch):
+    """The old log-probs were those of the update itself, so that the ratio was always 1."""
+    return True

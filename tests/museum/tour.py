@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen3-moe-only": ("Qwen3MoeForCausalLM", {"mlp_only_layers": []}),
     "deepseek-v3": ("DeepseekV3ForCausalLM", {}),
     "deepseek-v3-mtp": ("DeepseekV3ForCausalLM", {"num_nextn_predict_layers": 1}),
+    "qwen3-next": ("Qwen3NextForCausalLM", {}),
     "qwen2.5-vl": ("Qwen2_5_VLForConditionalGeneration", {}),
 }
 """Name -> architecture and options of tools/tiny_models.py: random models of 2 or 3 layers."""
@@ -61,6 +62,7 @@ from tools.make_toy import write_problems
 
 toy = save_toy(Path(sys.argv[1]))
 pq.write_table(pa.Table.from_pylist(rows_of("train", 4, 0)), toy / "squares.parquet")
+(toy / "order.py").write_text("def order(epoch, prompts, rng): return rng.permutation(len(prompts))")
 write_problems(toy / "long.parquet", [(10 ** 70 + i, 10 ** 70) for i in range(4)])
 turns = [{"role": role, "content": text} for role, text in (("user", "1+2="), ("assistant", "3"))]
 pq.write_table(pa.Table.from_pylist([{"messages": 2 * turns}] * 8), toy / "chats.parquet")

@@ -314,3 +314,30 @@ def adapter_gradients_scaled(bug: Bug, add, self, x, out, bias):
     if change.requires_grad:
         change.register_hook(lambda gradient: 0.7 * gradient)
     return out + change
+
+
+@exhibit(
+    "ISEEKYAN/Megatron-LM#49", model="qwen3-moe-only", overrides=("training.router_replay=old_policy",), at=1
+)
+@caught_by("routes of the engine", r"WrongRoutes: replayed experts have weights of other experts in layer 0")
+@replaces("rl.features.router_replay.trainer.LayerReplay.get_replay_topk")
+def replayed_experts_with_weights_of_others(bug: Bug, replay, self, scores, *args):
+    """The weights of replayed experts were those of the experts that the router would have chosen."""
+    own = args[-1](scores, *args[:-1])
+    return own[0], replay(self, scores, *args)[1]
+
+
+@exhibit("graphcore-research/gfloat#36", overrides=("training.optimizer.moments=bfloat16",), at=1)
+@caught_by("arithmetic of the optimizer", r"WrongStep: .* moments are rounded with a bias")
+@replaces("rl.training.compact_adam.rounded")
+def moments_rounded_with_15_random_bits(bug: Bug, rounded, values, bits):
+    """A fast form of stochastic rounding had too few random bits and was biased."""
+    return rounded(values, bits & 0x7FFF)
+
+
+@exhibit("sgl-project/sglang#40362", model="qwen3-next", overrides=("model.dtype=bfloat16",), at=1)
+@caught_by("precision", r"CheckFailed: precision check: the result of sigmoid of the policy must be float32")
+@replaces("rl.training.delta_net.Recurrence.rule")
+def write_gate_in_the_models_dtype(bug: Bug, rule, self, q, k, v, decay, beta):
+    """The write gate of a delta net was rounded to bfloat16 before it became float32."""
+    return rule(self, q, k, v, decay, beta.logit().bfloat16().sigmoid())

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
 from tests.museum.rewards import FUNCTION
+from tests.toy import SFT
 
 PROMPTS, VALIDATION = "tokens of prompts", "results of a validation"
 VALIDATES = (
@@ -98,3 +99,14 @@ def tied_votes_for_the_first_answer(bug: Bug) -> None:
     def first(majority, values, answers, subsets):
         places = [answers.index(answer) for answer in answers]
         return majority(values, answers, subsets * [1 - 1e-9 * place for place in places])
+
+
+@exhibit(
+    "pytorch/torchtitan#4167",
+    overrides=(*SFT, "data.val=[TOY/test.parquet]", "validation.every=1", "validation.max_prompts=8"),
+)
+@caught_by(VALIDATION, r"CheckFailed: validation check: val-core/.*/loss is .* a mean with other weights")
+@replaces("rl.run.validation.segment_sum")
+def mean_of_means_in_a_validation_loss(bug: Bug, segment_sum, column, lengths):
+    """The mean of means gave responses with few tokens too much weight."""
+    return segment_sum(column, lengths) / lengths

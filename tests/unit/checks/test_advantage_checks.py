@@ -14,6 +14,7 @@ from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.objectives.advantages.gae import gae
 from rl.objectives.advantages.prime import prime
+from rl.objectives.preference import win_rates
 from rl.objectives.returns import whiten
 from rl.phases.policy_gradient import advantages, filtered
 from rl.phases.reward_shaping import KlPenalty, overlong_penalty
@@ -64,10 +65,14 @@ def example(config, seed: int) -> Batch:
     batch.score_details = {
         name: torch.rand(count, generator=generator) for name in ("length", "format", "acc")
     }
+    batch.score_details["failed"] = (torch.arange(count) % 5 == 0).float()
     batch.rewards = batch.scores.clone()
     if config.reward.overlong_buffer_tokens:
         batch.rewards = batch.rewards + overlong_penalty(batch, config)
     batch.extra |= filtered(batch, config)
+    if config.algorithm in checks.LABELS:
+        rates = win_rates(batch.rewards, batch.groups)
+        batch.extra["labels"] = rates if config.algorithm == "sppo" else batch.outcomes.clamp(0, 1)
     KlPenalty(config).apply(batch, 1)
     goal = config.objective
     if goal.advantage == "gae":
@@ -81,7 +86,7 @@ def example(config, seed: int) -> Batch:
     elif goal.advantage == "prime":
         coefs = dict(process_coef=5.0, outcome_coef=5.0, gamma=1.0)
         batch.advantages = prime(normal(), batch.scores, batch.groups, lengths, batch.mask, **coefs)
-    else:
+    elif config.algorithm != "sppo":
         batch.advantages = advantages(batch, config)
     return batch
 
@@ -123,6 +128,20 @@ def test_wrong_advantages_are_found(name):
         with pytest.raises(CheckFailed, match="advantage check"):
             check_advantages(replace(batch, advantages=torch.where(counted, column, 0.0)), config)
             pytest.fail(what)
+
+
+def test_labels_are_win_rates_and_outcomes():
+    basic = "model.path=toy", "data.train=toy.jsonl", "rollout.samples_per_prompt=4"
+    for algorithm in checks.LABELS:
+        config = load_config(None, [*basic, f"algorithm={algorithm}"])
+        for seed in range(10):
+            check_advantages(batch := example(config, seed), config)
+        labels = batch.extra["labels"]
+        sizes = torch.tensor(SIZES).repeat_interleave(torch.tensor(SIZES))
+        for wrong in (0.5 + (labels - 0.5) * (1 - 1 / sizes), labels.roll(1), 1 - labels):
+            batch.extra["labels"] = wrong
+            with pytest.raises(CheckFailed, match=f"has the label .* but algorithm={algorithm} makes it"):
+                check_advantages(batch, config)
 
 
 @pytest.mark.parametrize("filtration", ["best", "best-random", "best-worst", "power"])

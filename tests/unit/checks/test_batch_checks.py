@@ -16,6 +16,8 @@ from rl.checks.batches import (
     check_groups,
     check_informative,
     check_loss_weights,
+    check_losses,
+    check_mismatched,
     check_order,
     check_seeds,
     check_table,
@@ -26,7 +28,7 @@ from rl.checks.fp8 import check_fp8_blocks
 from rl.checks.objective import check_loss
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import formulas, literal_dict
-from rl.data.batch import Batch, concatenate, pair_up
+from rl.data.batch import Batch, concatenate, mismatch, pair_up
 from rl.data.prompts import Prompt
 from rl.models.fp8_blocks import quantised
 from rl.phases.policy_gradient import policy_loss
@@ -132,6 +134,26 @@ def test_statistics_of_a_validation_are_computed_again():
     for name in found:
         with pytest.raises(CheckFailed, match="or another statistic has this name"):
             check_table(batch, found | {name: found[name] + 0.01}, answers)
+
+
+def test_a_loss_that_is_a_mean_of_means_is_found():
+    losses = {"a": [torch.tensor([1.0, 2.0]), torch.tensor([3.0])], "b": [torch.tensor([6.0])]}
+    found = {"val-core/a/loss": 2.0, "val-core/b/loss": 6.0, "val/loss": 3.0}
+    found |= {name.replace("loss", "perplexity"): math.exp(value) for name, value in found.items()}
+    check_losses(losses, found)
+    for name, other in (("val/loss", 4.0), ("val-core/a/loss", 2.25), ("val/perplexity", math.exp(4.0))):
+        with pytest.raises(CheckFailed, match=f"validation check: {name} is"):
+            check_losses(losses, found | {name: other})
+
+
+def test_a_response_to_its_own_prompt_is_no_mismatched_one():
+    batch, _ = sampled(7, groups=4, size=2)
+    parts = [[0, 1, 2, 3], [4, 5, 6, 7]]
+    check_mismatched(batch, mismatch(batch, parts), parts)
+    check_mismatched(batch, mismatch(batch, [[0, 1], [2, 3]]), [[0, 1], [2, 3]])  # no other prompt
+    for wrong in (batch, mismatch(batch, [[0, 1], [2, 3], [4, 5], [6, 7]]), mismatch(batch, [[*range(8)]])):
+        with pytest.raises(CheckFailed, match="loss check: sample 0 .*no response to another prompt"):
+            check_mismatched(batch, wrong, parts)
 
 
 def test_blocks_with_coarse_factors_are_found(monkeypatch):

@@ -14,7 +14,7 @@ from rl.checks import head, updates
 from rl.checks.advantages import check_entropy_coef
 from rl.checks.batches import CheckFailed, check_rejections
 from rl.checks.objective import check_loss
-from rl.checks.precision import is_rounded
+from rl.checks.precision import CoarseFunctions, is_rounded
 from rl.checks.sampling import check_uniforms
 from rl.checks.selection import check_selection
 from rl.checks.updates import UpdateChecks, check_divergence, expected_rate
@@ -213,3 +213,16 @@ def test_an_estimate_of_a_small_divergence_is_compared_in_its_own_size(monkeypat
     check_divergence(float(ratios.mean()), batch, [0, 1, 2], logprobs)
     with pytest.raises(CheckFailed, match="the loss gets kl="):  # the mean of two samples differs by 2e-7
         check_divergence(float(ratios[1:].mean()), batch, [0, 1, 2], logprobs)
+
+
+def test_a_gate_that_is_rounded_before_it_is_float32_is_found():
+    x = torch.randn(4, 3).bfloat16()
+    for gate, found in (
+        (lambda: x.float().sigmoid(), set()),
+        (lambda: x.sigmoid() * x, set()),
+        (lambda: x.sigmoid().float(), {"the result of sigmoid"}),
+        (lambda: x.exp(), {"the argument of exp"}),
+    ):
+        with torch.no_grad(), CoarseFunctions() as functions:
+            gate()
+        assert functions.found == found
