@@ -55,15 +55,20 @@ def check_head(model: TrainingEngine, **teacher: Any) -> None:
 
     teacher: arguments of `problems_of` for a policy with a teacher.
     """
-    own, problems = model.chunks[-1], list[str]()
-    if own.post_process and getattr(own, "head", None) is linear_logprobs:
-        temperature = model.spec.temperature
-        problems = problems_of(own.head_weight, model.grid.groups.tp, temperature=temperature, **teacher)
-    if found := gather_texts(problems):
-        raise WrongHead(
-            f"head check: {found[0]}: the softmax, the exchange between tensor parallel ranks or a gradient "
-            "is wrong, or a float32 value was rounded to the model's dtype."
-        )
+    own, spec = model.chunks[-1], model.spec
+
+    def problems(temperature: float | None = None) -> list[str]:
+        if not own.post_process or getattr(own, "head", None) is not linear_logprobs:
+            return []
+        at = temperature or spec.temperature
+        return problems_of(own.head_weight, model.grid.groups.tp, temperature=at, **teacher)
+
+    if found := gather_texts(problems()):
+        cause = "the softmax, " + "the exchange between tensor parallel ranks " * (model.grid.tp > 1)
+        cause += "or a gradient is wrong, or a float32 value was rounded to the model's dtype"
+        if spec.temperature != 1 and not gather_texts(problems(1.0)):
+            cause = f"the temperature {spec.temperature:g} is applied wrongly, or to logits of 16 bits"
+        raise WrongHead(f"head check: {found[0]}: {cause}.")
 
 
 def problems_of(
@@ -149,7 +154,8 @@ def problems_of(
         def formula(x: Tensor) -> Tensor:
             return _divergence(_coarse(x.log_softmax(-1), ids), _coarse(log_q, ids), name, beta)
 
-        cases.append((name, lambda hidden: divergence(hidden, weight), formula))
+        text = name if tokens is None else f"{name} over the tokens of teacher.top_k and all others together"
+        cases.append((text, lambda hidden: divergence(hidden, weight), formula))
     return [text for case in cases if (text := problem(*case))]
 
 

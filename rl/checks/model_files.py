@@ -59,18 +59,24 @@ def check_function(policy: TrainingEngine, slack: float) -> None:
     if found is not None and not dist.get_rank():
         directory, dtype = Path(policy.spec.path), policy.weight_map.dtype
         try:
-            expected, noise = logprobs_of_files(str(directory), policy.spec.temperature, dtype)
+            expected, noise, rotary = logprobs_of_files(str(directory), policy.spec.temperature, dtype)
             difference = _difference(policy, found, expected, slack, noise)
             if difference is not None:  # this process may have other classes than transformers
                 again = _in_own_process(policy, directory)
                 if isinstance(again, Tensor):
                     difference = _difference(policy, found, again, slack, noise)
+            own = getattr(getattr(policy.chunks[0], "rotary", None), "frequencies", None)
+            if difference is not None and own is not None and rotary:
+                is_equal = [len(each) == len(own) and torch.allclose(own.cpu(), each) for each in rotary]
+                difference += "" if any(is_equal) else ", and so do the rotary frequencies"
         except Exception as error:  # of any type, if transformers does not know the model
             print(f"start check: transformers does not compute {directory}: {error}", flush=True)
     if (text := broadcast_object(difference)) is not None:
+        sharing = policy.grid.sharing
+        parts = f", or ranks ({sharing}) hold wrong parts of it" if sharing else ""
         raise LogprobMismatch(
             f"start check: {text}: the policy does not compute the function of {policy.spec.path}. A value "
-            "of its config.json is used in another way, or ranks hold wrong parts of its weights."
+            f"of its config.json is used in another way{parts}."
         )
 
 

@@ -293,9 +293,18 @@ class SlopeCheck:
                     f"in {names} the mean of the {self._output} of {count:.0f} tokens changes by "
                     f"{', '.join(f'{slope.fine:.3g}' for slope in group)}, but by "
                     f"{', '.join(f'{slope.expected:.3g}' for slope in group)} according to the gradient. The "
-                    "backward pass of a layer, of the experts, of an adapter, of the head, or of the "
-                    "communication between the ranks that share a sample (tp, cp, pp) is wrong."
+                    f"backward pass of {' or of '.join(self._parts)} is wrong."
                 )
+
+    @property
+    def _parts(self) -> list[str]:
+        """Parts of this model that have a backward pass of their own."""
+        found, sharing = ["a layer", "the head"], self._model.grid.sharing
+        if num_experts(self._model.weight_map.hf):
+            found.append("the experts")
+        if self._model.has_frozen_weights:
+            found.append("an adapter")
+        return found + [f"the communication between ranks that share a sample ({sharing})"] * bool(sharing)
 
     def _is_wrong(self, group: Sequence[Slope]) -> bool:
         """Return whether the measured changes of a group differ from the expected ones."""

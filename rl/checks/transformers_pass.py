@@ -71,8 +71,11 @@ def without_kernels() -> Iterator[None]:
 
 
 @torch.no_grad()
-def logprobs_of_files(directory: str, temperature: float, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Return the log-probs of `random_batch` from the files of a checkpoint, and the noise of a dtype.
+def logprobs_of_files(
+    directory: str, temperature: float, dtype: torch.dtype
+) -> tuple[Tensor, float, list[Tensor]]:
+    """Return the log-probs of `random_batch` from the files of a checkpoint, the noise of a dtype, and the
+    rotary frequencies.
 
     The log-probs, float64 [T], are computed in float32. The noise is the mean difference of those computed in
     `dtype`; infinite for float32. Raises what transformers raises if it does not load the files.
@@ -86,10 +89,11 @@ def logprobs_of_files(directory: str, temperature: float, dtype: torch.dtype) ->
     model = AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval()
     batch = random_batch(model.config.get_text_config().vocab_size)
     exact = hf_logprobs(model, batch, temperature=temperature)[0]
+    rotary = [each.clone() for name, each in model.named_buffers() if name.endswith("inv_freq")]
     if dtype is torch.float32:
-        return exact, math.inf
+        return exact, math.inf, rotary
     rounded = hf_logprobs(model.to(dtype), batch, temperature=temperature)[0]
-    return exact, float((rounded - exact).abs().mean())
+    return exact, float((rounded - exact).abs().mean()), rotary
 
 
 def main(directory: str, temperature: str, out: str) -> None:

@@ -45,6 +45,12 @@ class Grid:
     """Context parallel group; None with cp=1, because each rank then holds whole rows."""
 
     @property
+    def sharing(self) -> str:
+        """Sizes of the groups of ranks that share a sample, such as "tp=2, cp=2", for messages."""
+        sizes = dict(tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
+        return ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+
+    @property
     def cp(self) -> int:
         return 1 if self.context is None else self.context.size
 
