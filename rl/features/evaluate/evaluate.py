@@ -71,20 +71,35 @@ class Evaluation(TrainingLoop):
                 self._measure(name, result)
             step.metrics = step.metrics | result.metrics
             self._log.write_step()
-        step.progress.line(f"{table(measured)}\nwrote {config.run.dir}/{FILE_NAME}")
+        step.progress.line(
+            f"{table(measured)}{self._without_votes(measured)}\nwrote {config.run.dir}/{FILE_NAME}"
+        )
         return None
 
     def _load(self, store: CheckpointStore, result: CheckpointMetrics) -> None:
         """Give the policy the weights of a checkpoint."""
-        policy = self._phases.engines.policy
-        if result.path == self._config.model.path:
+        policy, model = self._phases.engines.policy, self._config.model.path
+        if result.path == model:
             check_loaded("policy", policy)
+            if self._config.checkpoint.resume == "auto":
+                own = self._config.run.dir.removesuffix(SUFFIXES["evaluate"])
+                self._phases.step.progress.line(
+                    f"warning: run.dir={own} has no checkpoint, so model.path={model} is measured; to measure "
+                    "a run correct run.dir or run.name, to measure the model set checkpoint.resume=never."
+                )
             return
         saved = store.named(result.path)
         self._phases.memory.to_training()
         store.load_weights(saved, {"policy": policy})
         policy.version += 1  # so that the engine takes them
         self._phases.step.progress.line(f"evaluating {result.path}")
+
+    def _without_votes(self, measured: list[CheckpointMetrics]) -> str:
+        """Return a line that says why the table has no majority vote, or ""."""
+        names = {name for result in measured for name in result.metrics}
+        if any("/maj@" in name for name in names) or not any("/best@" in name for name in names):
+            return ""
+        return "\nno maj@k, because the reward returns no answer: return it as `pred` (docs/extending.md)"
 
     def _measure(self, name: str, result: CheckpointMetrics) -> None:
         """Measure one pass, and store its samples and metrics."""
