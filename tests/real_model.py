@@ -153,7 +153,7 @@ def take(name: str, row: Row, model: Path, out: Path, steps: int) -> tuple[str, 
     try:
         if row.is_killed:
             kill(row, command)
-        said = run_ranks(row.ranks, ROOT / "train_rl.py", *command, timeout=TIMEOUT_S)
+        said = run_ranks(row.ranks, ROOT / "train_rl.py", *command, timeout=TIMEOUT_S, with_stderr=True)
     except RanksFailed as failure:
         lines = [line for text in failure.stderr for line in text.splitlines() if line.startswith("error")]
         if row.refused and lines and row.refused in lines[0]:

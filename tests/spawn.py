@@ -66,8 +66,9 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     grace: float = GRACE,
     fresh: bool = False,
+    with_stderr: bool = False,
 ) -> list[str]:
-    """Run the program as `world_size` ranks; return the stdout of each.
+    """Run the program as `world_size` ranks; return the stdout of each, `with_stderr` followed by the stderr.
 
     program: Python source, which may be indented as in a test, or the path of a script.
     args: sys.argv[1:].
@@ -99,7 +100,7 @@ def run_ranks(
                 rank.kill()
         stdout, stderr = [r.stdout.read_text() for r in ranks], [r.stderr.read_text() for r in ranks]
     if all(code == 0 for code in returncodes):
-        return stdout
+        return [out + err for out, err in zip(stdout, stderr)] if with_stderr else stdout
     if culprit is None:
         late = [rank for rank, code in enumerate(returncodes) if code is None]
         reason = f"rank {', '.join(map(str, late))} of {world_size} did not end within {timeout} s"

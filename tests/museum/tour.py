@@ -200,7 +200,8 @@ class Museum:
         warnings: list[str] = []
         for last in sorted({max(1, steps // 2), steps}):
             arguments = self.arguments(model, run, *overrides, *ALL_CHECKS, f"run.max_steps={last}")
-            said = run_ranks(ranks, TRAIN, *arguments, f"checkpoint.every={steps}", timeout=7200)
+            arguments.append(f"checkpoint.every={steps}")
+            said = run_ranks(ranks, TRAIN, *arguments, timeout=7200, with_stderr=True)
             warnings += (line for text in said for line in WARNING.findall(text))
         num_steps = len((run / "metrics.jsonl").read_text().splitlines())
         shutil.rmtree(run)  # a pretrained model's checkpoint is large

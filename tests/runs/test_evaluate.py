@@ -8,8 +8,8 @@ from rl.config.run_models import run_models
 from rl.config.schema import load_config
 from rl.run_directory.rollout_files import VALIDATIONS, read, stored_steps
 from tests.records import records
-from tests.spawn import RanksFailed
-from tests.toy import train, write_config
+from tests.spawn import RanksFailed, run_ranks
+from tests.toy import TRAIN, train, write_config
 
 EVALUATE = "run.mode=evaluate"
 VALIDATES = (
@@ -94,3 +94,12 @@ def test_nothing_learns_and_a_wrong_path_is_refused(trained):
         train(1, config, EVALUATE, f"checkpoint.resume={config.parent}", run=config.parent / "none")
     assert failure.value.returncodes == [2]
     assert "is neither a checkpoint nor the directory of a run" in failure.value.stderr[0]
+
+
+def test_a_run_without_checkpoints_and_a_table_without_votes_are_named(trained, tmp_path):
+    config, _ = trained
+    small = "validation.max_prompts=2", "validation.samples_per_prompt=2", "validation.greedy=false"
+    arguments = ("--config", config, EVALUATE, f"run.dir={tmp_path}/misspelt", *small)
+    [said] = run_ranks(1, TRAIN, *arguments, timeout=200, with_stderr=True)
+    assert f"run.dir={tmp_path}/misspelt has no checkpoint, so model.path=" in said
+    assert "no maj@k, because the reward returns no answer" in said

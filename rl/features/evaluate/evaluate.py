@@ -84,8 +84,9 @@ class Evaluation(TrainingLoop):
             if self._config.checkpoint.resume == "auto":
                 own = self._config.run.dir.removesuffix(SUFFIXES["evaluate"])
                 self._phases.step.progress.line(
-                    f"warning: run.dir={own} has no checkpoint, so model.path={model} is measured; to measure "
-                    "a run correct run.dir or run.name, to measure the model set checkpoint.resume=never."
+                    f"warning: run.dir={own} has no checkpoint, so model.path={model} is measured; to "
+                    "measure a run correct run.dir or run.name, to measure the model set "
+                    "checkpoint.resume=never."
                 )
             return
         saved = store.named(result.path)
