@@ -90,7 +90,8 @@ def refuse(error: object) -> int:
 
 def refuse_arguments(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     """Refuse the arguments of any command in one sentence; argparse would print its usage before."""
-    raise SystemExit(refuse(f"{message.removesuffix('.')}; {parser.prog} --help lists the arguments."))
+    advice = "" if message.endswith("?") else f"; {parser.prog} --help lists the arguments."
+    raise SystemExit(refuse(f"{message.removesuffix('.')}{advice}"))
 
 
 def usage() -> str:

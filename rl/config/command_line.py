@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from rl.config.declarations import texts_under
-from rl.config.options import flatten, last, parent, show, tree_keys, type_name
+from rl.config.options import flatten, last, listed, nearest_keys, parent, show, tree_keys, type_name
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,34 @@ def parse_command_line(
         parser.error(f"'{files[0]}' is not of the form key=value; write --config {files[0]}")
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        hint = f"; to set a key write {unknown[0].lstrip('-')} without dashes" if "=" in unknown[0] else ""
-        parser.error(f"unknown argument {unknown[0]}{hint}")
+        parser.error(f"unknown argument {unknown[0]}{_hint(cls, unknown[0], argv, first)}")
     for override in arguments.overrides:
         if "=" not in override:
             parser.error(f"argument '{override}' is not of the form key=value, such as run.seed=2")
     return CommandLine(
         arguments.config, arguments.overrides, arguments.print_config or arguments.changed, arguments.changed
     )
+
+
+def _hint(cls: type, unknown: str, argv: list[str], first: Collection[str]) -> str:
+    """Return the end of the sentence about an unknown option: what it belongs to, or the keys that it means.
+
+    first: keys that are meant rather than others.
+    """
+    name, _, value = unknown.lstrip("-").partition("=")
+    if name == "world-size":
+        return (
+            ", which belongs to --dry-run; in a run the launcher (torchrun, srun or mpirun) sets the number "
+            "of ranks"
+        )
+    keys = flatten(cls())
+    if name in keys and value:
+        return f"; to set a key write {name}={value} without dashes"
+    near = [key for key in nearest_keys(cls, parent(name), last(name), last(name)) if key in keys]
+    after = "" if value else "".join(argv[argv.index(unknown) + 1 :][:1])
+    value = value or ("VALUE" if not after or after.startswith("-") or "=" in after else after)
+    meant = [f"{key}={value}" for key in near if key in first] or [f"{key}={value}" for key in near]
+    return f"; did you mean {listed(meant, 'or')}?" if meant else ""
 
 
 def add_config(

@@ -539,6 +539,9 @@ def test_the_command_line_takes_overrides_in_any_place():
             "unknown argument --train.tp=2; to set a key write train.tp=2 without dashes",
         ),
         (["--config", "x", "--fast"], "unknown argument --fast\n"),
+        (["--config", "x", "--tp", "2"], "unknown argument --tp; did you mean train.tp=2 or roll.tp=2?\n"),
+        (["--config", "x", "--learning-rate=1"], "did you mean train.adam.lr=1?\n"),
+        (["--config", "x", "--world-size", "8"], "belongs to --dry-run; in a run the launcher (torchrun"),
         (["--conf", "x"], "required: --config"),
     ],
 )
