@@ -13,6 +13,16 @@ from typing import Any
 import numpy as np
 
 
+def warn_of_repeated_rows(num_rows: int, prompts_per_step: int) -> str:
+    """Return a warning if a step draws more rows than data.train has; "" otherwise."""
+    if prompts_per_step <= num_rows:
+        return ""
+    return (
+        f"warning: data check: data.prompts_per_step={prompts_per_step} is above the {num_rows} rows of "
+        f"data.train, so each step draws rows twice; set it to at most {num_rows}, or add rows."
+    )
+
+
 class EpochOrder:
     """Draws prompts, epoch after epoch.
 

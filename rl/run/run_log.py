@@ -10,6 +10,7 @@ from rl.checkpoint.directory import Saved
 from rl.config.needs import generates_batches, generates_held_out, learns, learns_from_samples
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint
+from rl.data.prompt_order import warn_of_repeated_rows
 from rl.data.prompts import num_shared
 from rl.data.rendering import note_of_strings, warn_of_unlike_prompts
 from rl.engines.inputs import Inputs
@@ -67,6 +68,9 @@ class RunLog:
                 "data.train too, so validation does not measure what the policy generalises."
             )
         if trains and (warning := warn_of_unlike_prompts(inputs.prompts, inputs.held_out)):
+            step.progress.line(warning)
+        draws = trains and config.run.mode != "train_only"
+        if draws and (warning := warn_of_repeated_rows(len(inputs.prompts), config.data.prompts_per_step)):
             step.progress.line(warning)
         asks = trains and learns_from_samples(config) and not config.agents.is_on
         if asks and (note := note_of_strings(inputs.prompts, inputs.tokenizer)):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rl.data.curriculum import CurriculumOrder, load_order
-from rl.data.prompt_order import MixedOrder, PromptOrder
+from rl.data.prompt_order import MixedOrder, PromptOrder, warn_of_repeated_rows
 from rl.data.prompts import Prompt
 
 
@@ -32,6 +32,12 @@ def test_the_order_depends_on_the_seed():
     assert not np.array_equal(order(100, seed=3).draw(100), other)
     # Epoch 1 of a seed is not epoch 0 of the next one.
     assert not np.array_equal(order(100, seed=3).draw(200)[100:], other)
+
+
+def test_a_step_that_draws_more_rows_than_there_are_is_warned_of():
+    assert warn_of_repeated_rows(64, 64) == ""
+    warning = warn_of_repeated_rows(50, 64)
+    assert "data.prompts_per_step=64 is above the 50 rows of data.train" in warning and "most 50" in warning
 
 
 def test_without_shuffling_prompts_come_in_file_order():
