@@ -61,6 +61,8 @@ class Scorer:
         """Cause of this batch's first failed call on this rank."""
         self.succeeded: set[bool] = set()
         """Kinds of batches that had at least one score: False for training, True for validation."""
+        self.num_scored = self.num_failed = 0
+        """Samples of all batches so far that a function, a model or a judge scored, and failures of them."""
 
     @property
     def has_models(self) -> bool:
@@ -120,19 +122,33 @@ class Scorer:
         broken = ~columns["score"].isfinite()  # NaN of a reward model, or a sum that float32 cannot hold
         failed = (columns["failed"] > 0) | broken
         columns["failed"] = failed.float()
-        self._refuse_failures(failed[called], predictions)
+        self._count_failures(failed[called], predictions)
         self.pool.log_failures()
         columns["score"] = columns["score"].masked_fill(failed, self.config.failure_score)
         if "acc" in columns:  # a failed sample counts as wrong
             columns["acc"] = columns["acc"].masked_fill(failed, 0.0)
         return columns, answers
 
-    def _refuse_failures(self, failed: Tensor, is_validation: bool) -> None:
-        """Raise ConfigError if every call of the first batch failed, because all scores would be equal.
+    def warning(self) -> str:
+        """Return a warning with the number of samples that failed so far; "" without any."""
+        if not self.num_failed:
+            return ""
+        name = "the reward" if self.has_models else self.pool.name
+        return (
+            f"warning: {name} failed for {self.num_failed} of {self.num_scored} samples since this start "
+            f"(reward/failures), which got the score {self.config.failure_score:g}; the log has the first "
+            "error: make the function handle every response."
+        )
+
+    def _count_failures(self, failed: Tensor, is_validation: bool) -> None:
+        """Count failures. Raise ConfigError if every call of the first batch failed, because all scores would
+        be equal.
 
         failed: bool, one element per sample that a function, a model or a judge scored. Collective over the
         world.
         """
+        self.num_scored += len(failed)
+        self.num_failed += int(failed.sum())
         if not len(failed) or is_validation in self.succeeded:
             return
         if failed.all():

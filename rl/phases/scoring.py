@@ -33,6 +33,10 @@ class Scoring:
         self._groups: Counter[float | str] = Counter()
         """Number of groups so far by score (`warn_of_constant_scores`)."""
 
+    def warning(self) -> str:
+        """Return `Scorer.warning`; "" for a run without a reward."""
+        return "" if self._scorer is None else self._scorer.warning()
+
     def fill_scores(self, batch: Batch, *, timing: str, predictions: bool = False) -> list[str | None] | None:
         """Fill `scores`, `rewards` (equal to `scores`) and `score_details`.
 

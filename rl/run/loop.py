@@ -124,6 +124,8 @@ def take_steps(
         log.close()
     if asked is None and config.checkpoint.export_hf:
         checkpoints.export(max(last_step, config.run.max_steps))
+    if warning := phases.scoring.warning():
+        phases.step.progress.line(warning)
     return asked, code
 
 

@@ -76,6 +76,7 @@ class Judge:
         self.scorer.config, self.scorer.seed, self.scorer.device = config.reward, 0, None
         self.scorer.tokenizers, self.scorer.parse_grade = {"judge": tokenizer}, lambda text: next(self.grades)
         self.scorer.first_cause, self.scorer.succeeded = "", set()
+        self.scorer.num_scored = self.scorer.num_failed = 0
         self.scorer.model, self.scorer.judge = None, None
         self.scorer.pool = SimpleNamespace(name="reward.function=own.py:score")
         answers = SimpleNamespace(response_ids=[np.array([1], np.int32)] * len(grades))
@@ -102,13 +103,23 @@ def test_a_first_batch_of_failures_ends_the_run(monkeypatch):
     scorer = Judge(monkeypatch, []).scorer
     scorer.first_cause = "KeyError: 'answer'"
     none, one, every = (torch.tensor(failed) for failed in ([], [True, False], [True, True]))
-    scorer._refuse_failures(none.bool(), False)  # environments scored all
+    scorer._count_failures(none.bool(), False)  # environments scored all
     for is_validation in (False, True):
         with pytest.raises(
             ConfigError, match="own.py:score failed for all 2 samples .*; first cause: KeyError: 'answer'"
         ):
-            scorer._refuse_failures(every, is_validation)
-    scorer._refuse_failures(one, False)
-    scorer._refuse_failures(every, False)  # later failures are counted, and do not end the run
+            scorer._count_failures(every, is_validation)
+    scorer._count_failures(one, False)
+    scorer._count_failures(every, False)  # later failures are counted, and do not end the run
     with pytest.raises(ConfigError):
-        scorer._refuse_failures(every, True)
+        scorer._count_failures(every, True)
+
+
+def test_failures_of_all_batches_make_one_warning(monkeypatch):
+    scorer = Judge(monkeypatch, []).scorer
+    scorer._count_failures(torch.tensor([False, False]), False)
+    assert scorer.warning() == ""
+    for failed in ([True, False, False], [True, True], []):
+        scorer._count_failures(torch.tensor(failed).bool(), False)
+    assert "reward.function=own.py:score failed for 3 of 7 samples" in (warning := scorer.warning())
+    assert "(reward/failures), which got the score 0;" in warning
