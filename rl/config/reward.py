@@ -44,9 +44,12 @@ class Judge:
 @dataclass
 class Reward:
     function: str = "rl.rewards.exact:score"
-    """Reward function `score(prompt, response, ground_truth, **extra) -> float | dict`, as
-    `package.module:name` or `path/to/file.py:name`. A dict needs the key `score`; its other numbers are
-    logged, `acc` as accuracy."""
+    """Reward function `score(prompt, response, ground_truth, **extra) -> float | dict`, sync or async, as
+    `package.module:name` or `path/to/file.py:name`. Its keywords are `prompt` (rendered text), `response`,
+    `ground_truth`, `data_source`, `extra_info` (a dict: the column; with `data.ground_truth_key` also the
+    columns that nothing else reads) and `reward.kwargs`. A dict needs `score`; `acc` is logged as accuracy,
+    `pred` (text) is the answer for maj@k, `feedback` (text) goes to `teacher.template`, and other numbers are
+    logged as `reward/<name>/mean`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments passed to every call of the reward function."""
     failure_score: Annotated[float, FINITE] = 0.0
