@@ -18,6 +18,7 @@ from launch.schedulers import SCHEDULERS
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
 from rl.config.elastic import JobLimits
+from rl.config.named_paths import absent_paths
 from rl.config.options import to_yaml
 from rl.config.schema import Config, load_config
 from rl.dry_run.changes import cheapest_change
@@ -76,16 +77,18 @@ def main(argv: list[str]) -> int:
 
 
 def print_estimate(config: Config, resources: Resources, *, whole: bool) -> bool:
-    """Print seconds of a step, GPU-hours and whether the run fits into memory; return whether it fits.
+    """Print seconds of a step, GPU-hours, whether the run fits into memory and which of its paths are not
+    here; return whether it fits.
 
     Nothing is estimated for CPU nodes, and the result is True. whole: also print the report of
     train_rl.py --dry-run.
     """
+    absent = absent_paths(config)
     if not resources.gpus_per_node:
-        print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory")
+        print(f"# {resources.world_size} ranks on CPU nodes: no estimate of GPU memory", *absent, sep="\n")
         return True
     found = estimate(config, resources.world_size, Hardware(ranks_per_node=resources.gpus_per_node))
     print(report(found) if whole else f"seconds per step on an H100, estimated: {found.step_seconds:.3g}")
     print(f"GPU-hours of the allocation, at most: {resources.gpu_hours:,.1f}")
-    print(verdict(found, cheapest_change(found) if found.problems else None))
+    print(verdict(found, cheapest_change(found) if found.problems else None), *absent, sep="\n")
     return not found.problems

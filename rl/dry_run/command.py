@@ -13,6 +13,7 @@ import sys
 
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
+from rl.config.named_paths import absent_paths
 from rl.config.needs import learns_from_samples
 from rl.config.schema import load_config
 from rl.dry_run import hardware
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
         config = load_config(arguments.config, arguments.overrides)
         for warning in check(config):
             print(f"warning: {warning}", file=sys.stderr)
+        absent = absent_paths(config)
         found = estimate(
             config,
             arguments.world_size,
@@ -44,7 +46,7 @@ def main(argv: list[str]) -> int:
     has_forms = learns_from_samples(config) and found.points == 1 and found.hardware.has_speeds
     if not found.problems and has_forms:
         print("\n" + report_forms(found, arguments), flush=True)
-    print("\n" + verdict(found, cheapest_change(found) if found.problems else None))
+    print("\n" + verdict(found, cheapest_change(found) if found.problems else None), *absent, sep="\n")
     return 2 if found.problems else 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl.config.adapter_checks import adapters_of
 from rl.config.layout_checks import check_architecture, check_has_experts, check_judge, check_layout
-from rl.config.needs import has_prediction_head, needs_engine, validates
+from rl.config.needs import has_prediction_head, needs_engine
 from rl.config.options import ConfigError
 from rl.config.run_models import RunModel, hf_config_of, run_models
 from rl.config.schema import Config
@@ -236,7 +236,7 @@ def models_of(config: Config, *, shape: str = "") -> tuple[dict[str, ModelShape]
         own = architecture(hf).weights(hf)
         run = RunModel("draft", "rollout.draft.path", path, path, on_training_grid=False)
         models["draft"] = ModelShape(run, hf, tuple(own), tuple(group_parts(own)))
-    return models, notes + _absent(config)
+    return models, notes
 
 
 def drafter_of(config: Config, models: Mapping[str, ModelShape]) -> ModelShape | None:
@@ -282,10 +282,3 @@ def _read(path: str, key: str, shape: str, notes: list[str]) -> dict:
         tied = {"tie_word_embeddings": found.get("tie_word_embeddings", False)}
         return tied | found["text_config"] | {"architectures": names}
     return merged(found)
-
-
-def _absent(config: Config) -> list[str]:
-    """Return notes on data files that are not on this machine."""
-    files = [*config.data.train, *(config.data.val if validates(config) else [])]
-    missing = [path for path in files if not Path(path).exists()]
-    return [f"not on this machine, and not read: {', '.join(missing)}"] if missing else []

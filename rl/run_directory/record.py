@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from rl.config.named_paths import users_files
 from rl.config.options import to_yaml
-from rl.config.reward_sources import check_sources
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 
@@ -65,13 +65,7 @@ def _sha256(file: Path) -> str:
 def own_files(config: Config) -> list[Path]:
     """Return the user's own files with an algorithm, an advantage, a loss, a reward, a parser, a curriculum,
     an environment or a tool."""
-    functions = [config.data.curriculum, config.reward.judge.parser, config.reward.function]
-    functions += [config.objective.advantage, config.objective.loss]
-    for spec in (config.agents.plan.default, *config.agents.plan.sources.values()):
-        functions += [spec.environment, *(tool.function for tool in spec.tools)]
-    functions += [part.function for parts in check_sources(config.reward.sources).values() for part in parts]
-    files = (config.algorithm, *(name.rpartition(":")[0] for name in functions))
-    return [Path(file) for file in files if file.endswith(".py") and Path(file).is_file()]
+    return [file for _, file in users_files(config) if file.is_file()]
 
 
 def record_run(config: Config, last_step: int, *, world_size: int, start_up_s: Mapping[str, float]) -> None:
