@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from launch.conditions import holds
-from rl.config.options import ConfigError, as_override, show
+from rl.config.options import ConfigError, advice_on_key, as_override, show
 from rl.config.point_names import name_of, short_names
+from rl.config.schema import Config
 
 SEED = "run.seed"
 
@@ -61,9 +62,8 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Swee
         if keys.count(key) > 1:
             raise ConfigError(f"the sweep gives {key} twice; name it in one of grid, zip, random and seeds.")
         if key not in known:
-            raise ConfigError(
-                f"the sweep varies {key}, which is not a config key; lockstep train --help all lists them."
-            )
+            advice = advice_on_key(Config, key)
+            raise ConfigError(f"the sweep varies {key}, which is not a config key; {advice}")
     if not keys:
         raise ConfigError("the sweep has none of grid, zip, random and seeds, so there is nothing to sweep.")
     combined = [

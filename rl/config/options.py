@@ -365,6 +365,12 @@ def nearest_keys(root: type, prefix: str, name: str, leaf: str) -> list[str]:
     return (closest or best)[:3]
 
 
+def advice_on_key(root: type, key: str) -> str:
+    """Return the end of the sentence about a dotted key that does not exist."""
+    near = nearest_keys(root, parent(key), last(key), last(key))
+    return f"did you mean {listed(near, 'or')}?" if near else "lockstep train --help all lists them."
+
+
 def similarity(a: str, b: str) -> float:
     """Return 1 for equal names, 0.9 if b consists of a's initials (learning_rate, lr), otherwise difflib's
     ratio."""

@@ -5,17 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rl.config.needs import algorithm_of
-from rl.config.options import (
-    ConfigError,
-    Files,
-    as_override,
-    flatten,
-    last,
-    listed,
-    nearest_keys,
-    parent,
-    show,
-)
+from rl.config.options import ConfigError, Files, advice_on_key, as_override, flatten, listed, show
 from rl.config.paths import literal
 from rl.config.point_names import name_of, short_names
 from rl.config.run_models import run_models
@@ -65,10 +55,7 @@ def load_points(path: Files, overrides: Sequence[str]) -> list[Config]:
         name = name_of(values, short) or "base"
         for key in values:
             if key not in known:
-                near = nearest_keys(Config, parent(key), last(key), last(key))
-                advice = (
-                    f"did you mean {listed(near, 'or')}?" if near else "lockstep train --help all lists them."
-                )
+                advice = advice_on_key(Config, key)
                 raise ConfigError(f"sweep.adapters varies {key}, which is not a config key; {advice}")
             if not any(key == shared or (shared[-1] == "." and key.startswith(shared)) for shared in VARYING):
                 varying = [f"{name}*" if name[-1] == "." else name for name in VARYING]

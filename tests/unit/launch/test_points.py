@@ -130,3 +130,8 @@ def test_what_is_wrong_with_a_sweep_is_said(sweep, words):
 def test_task_numbers_are_written_as_ranges():
     assert tasks_text([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
     assert tasks_text([3]) == "3"
+
+
+def test_a_misspelt_key_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"did you mean training\.optimizer\.lr\?"):
+        values(grid={"training.optimizer.lrr": [1e-6]})
