@@ -429,7 +429,10 @@ def _check_columns(found: list[str], names: set[str] | None, required: Columns, 
     twice."""
     for name, remedy in required.items():
         if name not in found:
-            raise ValueError(f"{place}: no column {name!r}, only {', '.join(found) or 'none'}; {remedy}.")
+            raise ValueError(
+                f"{place}: no column {name!r}, only {', '.join(found) or 'none'}; {remedy}, which "
+                "data.train and data.val share."
+            )
     own = [name for name in found if names is None or name in names]
     if len(own) > len(set(own)):
         raise ValueError(f"{place}: column {max(own, key=own.count)!r} exists twice; rename one.")

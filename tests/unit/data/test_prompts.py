@@ -220,7 +220,7 @@ def test_a_missing_file_is_named_before_any_other_is_read(tmp_path, tokenizer):
 @pytest.mark.parametrize("write, name", FORMS)
 def test_a_missing_prompt_column_is_reported(tmp_path, tokenizer, write, name):
     file = write(tmp_path / name, [{"question": "a", "answer": "b"}])
-    message = rf"{name}.* no column 'prompt', only question, answer; .*data.prompt_key"
+    message = rf"{name}.* no column 'prompt', only question, answer; .*data.prompt_key, which data.train and"
     with pytest.raises(ValueError, match=message):
         load_files([file], tokenizer)
     assert load_files([file], tokenizer, prompt_key="question")[0].text == "a"
