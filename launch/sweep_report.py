@@ -15,6 +15,7 @@ from launch.runs import DIRECTORY, SWEEP, UNREADABLE_RUN, RunState, read_runs, r
 from rl.config.command_line import make_parser
 from rl.config.options import ConfigError, show
 from rl.run_directory.bad_entries import read_each
+from rl.run_directory.status import refuse_missing
 from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_points, read_run, reward_points
 
 
@@ -31,6 +32,8 @@ def main(argv: list[str]) -> int:
     readable = (run.directory for run in runs if run.state != UNREADABLE_RUN)
     records = read_each((path for path in readable if (path / "metrics.jsonl").is_file()), read_run)
     if not records:
+        for directory in arguments.directories:
+            refuse_missing(directory)
         raise ConfigError(
             f"no metrics.jsonl in {', '.join(map(str, values))}: no step has ended yet, or the runs lie in "
             "directories below; name those (lockstep status lists them)."

@@ -15,7 +15,7 @@ from launch.runs import read_runs
 from rl.config.command_line import make_parser
 from rl.config.options import ConfigError
 from rl.run_directory.metric_log import STEP, parse_record
-from rl.run_directory.status import read_object
+from rl.run_directory.status import read_object, refuse_missing
 from rl.run_directory.view import WIDTH, Phase, RunView, draw, duration
 
 HEARTBEATS_S = 15.0
@@ -41,6 +41,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--once", action="store_true", help="print the present state and end")
     arguments = parser.parse_args(argv)
+    refuse_missing(arguments.run)
     if not (arguments.run / "status.json").is_file():
         raise ConfigError(
             f"{arguments.run} has no status.json; name the directory of a run that has started "

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
 from rl.run_directory.rollout_files import VALIDATIONS, stored_steps
+from rl.run_directory.status import refuse_missing
 from tools.comparison.paired import ALPHA, compare
 from tools.comparison.parting import parting
 from tools.comparison.values import SCORE, PromptValues, prompt_values
@@ -61,8 +62,7 @@ def answers(arms: Sequence[Sequence[Path]], *, margin: float, metric: str) -> li
     lines = [f"{scope}; intervals have a confidence of {1 - ALPHA:.0%}"]
     runs = [run for arm in arms for run in arm]
     for run in runs:
-        if not run.is_dir():
-            raise ValueError(f"there is no directory {run}; lockstep status lists the runs.")
+        refuse_missing(run)
     for name, directory in VALIDATIONS.items():
         files = {run: stored_steps(run, directory) for run in runs}
         if steps := sorted(set.intersection(*(set(found) for found in files.values()))):

@@ -48,8 +48,10 @@ def replay(ranks: Ranks, args: argparse.Namespace) -> int:
     Raises ValueError for wrong arguments.
     """
     from rl.config import wing
+    from rl.run_directory.status import refuse_missing
     from rl.runtime.session import session
 
+    refuse_missing(args.run_dir)
     logs = wing.door_of("agents", "logs", needed_by=f"RUN_DIR={args.run_dir}")
     with session(ranks) as device:
         # Here, because a session silences the libraries' warnings.

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rl.config.command_line import make_parser
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records
-from rl.run_directory.status import why_no_step
+from rl.run_directory.status import refuse_missing, why_no_step
 from tools.recipes import Expected, read_recipe
 from tools.report_page.write import write_page
 
@@ -95,8 +95,7 @@ def _verdict(point: Expected, value: float | None, last_step: int) -> str:
 def read_run(run_dir: Path) -> list[dict]:
     """Return the records of a run. Raises ValueError if there are none."""
     path = run_dir / FILE_NAME
-    if not run_dir.is_dir():
-        raise ValueError(f"there is no directory {run_dir}.")
+    refuse_missing(run_dir)
     why = why_no_step(run_dir)
     if not path.is_file():
         why = why or "it is not a run directory, or no step has ended"

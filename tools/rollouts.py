@@ -14,7 +14,6 @@ JSONL or CSV by the name of the file; parquet and JSONL have every column, CSV a
 import argparse
 import base64
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +24,11 @@ import yaml
 # As a script, Python searches only tools/ for modules.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.config.command_line import make_parser
+from rl.config.command_line import bounds, make_parser
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.record import config_of_step
 from rl.run_directory.rollout_files import SAMPLED_GROUPS, read, stored_steps
-from rl.run_directory.status import why_no_step
+from rl.run_directory.status import refuse_missing, why_no_step
 from tools.report import aligned
 
 if TYPE_CHECKING:
@@ -65,12 +64,20 @@ def main(argv: list[str] | None = None) -> int:
         None if args.export or args.show else [*PLACE, *(("ground_truth", "response") if is_table else ())]
     )
     try:
+        refuse_missing(args.run_dir)
         files = stored_steps(args.run_dir)
         if not files:
             why = why_no_step(args.run_dir) or "run with logging.rollouts=sample or all"
             raise ValueError(f"{args.run_dir} holds no rollouts; {why}.")
+        first, last = args.step or (min(files), max(files))
+        chosen = {step: path for step, path in files.items() if first <= step <= last}
+        if not chosen:
+            raise ValueError(
+                f"--step: {args.run_dir} holds rollouts of {len(files)} steps from {min(files)} to "
+                f"{max(files)}, and none of this range; name one of them."
+            )
         print_share(args.run_dir, max(files))
-        tables = select(files, args, needed)
+        tables = select(chosen, args, needed)
         if args.sort:
             tables = ordered(tables, args.sort, is_descending=args.reverse)
         if args.export:
@@ -84,14 +91,6 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     return 0
-
-
-def bounds(text: str) -> tuple[float, float]:
-    """Return the range that LOW:HIGH names, for example 1 and infinity for "1:". Raises ValueError if
-    invalid."""
-    low, colon, high = text.partition(":")
-    first = float(low) if low else -math.inf
-    return first, (float(high) if high else math.inf) if colon else first
 
 
 def print_share(run_dir: Path, step: int) -> None:
@@ -130,9 +129,7 @@ def select(
     needed = (
         None if columns is None else list(dict.fromkeys([*columns, *ranges, *(TEXTS if args.text else ())]))
     )
-    for step, path in files.items():
-        if args.step is not None and not args.step[0] <= step <= args.step[1]:
-            continue
+    for path in files.values():
         table = read_each([path], lambda path: read(path, needed)).get(path)
         if table is None:
             continue
@@ -180,11 +177,11 @@ def print_statistics(tables: Iterator["pa.Table"]) -> None:
 
 def print_table(tables: Iterator["pa.Table"]) -> None:
     rows: list[tuple[str, ...]] = [(*PLACE, "ground_truth", "response")]
-    rows += [tuple(_cell(row[name]) for name in rows[0]) for table in tables for row in table.to_pylist()]
+    rows += [tuple(cell(row[name]) for name in rows[0]) for table in tables for row in table.to_pylist()]
     print(aligned(rows))
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
     text = (
         f"{value:.4g}" if isinstance(value, float) else "-" if value is None else " ".join(str(value).split())
     )
@@ -198,7 +195,7 @@ def show(tables: Iterator["pa.Table"], number: int) -> None:
         for row in table.slice(0, left).to_pylist():
             print("=" * 80)
             print(
-                "  ".join(f"{name}={_cell(row[name])}" for name in (*PLACE, "ground_truth", "score_details"))
+                "  ".join(f"{name}={cell(row[name])}" for name in (*PLACE, "ground_truth", "score_details"))
             )
             messages = [
                 {"role": "prompt", "content": row["prompt"]},
@@ -222,7 +219,7 @@ def export(tables: Iterator["pa.Table"], path: Path) -> int:
     if path.suffix not in (".parquet", ".jsonl", ".csv"):
         raise ValueError(f"--export={path} must end with .parquet, .jsonl or .csv.")
     if not (found := list(tables)):
-        raise ValueError("no stored step is within --step; `--table` without it lists all of them.")
+        raise ValueError("none of the selected steps can be read.")
     table = pa.concat_tables(found)
     if path.suffix == ".parquet":
         pq.write_table(table, path, compression="zstd")

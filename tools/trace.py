@@ -12,6 +12,7 @@ docs/traces.md says what to look for. The tool needs neither torch nor the machi
 
 import gzip
 import json
+import math
 import re
 import sys
 import timeit
@@ -23,9 +24,11 @@ from statistics import median
 # As a script, Python searches only tools/ for modules.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rl.config.command_line import make_parser
+from rl.config.command_line import bounds, make_parser
+from rl.config.options import listed
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.metric_log import FILE_NAME, STEP, read_records
+from rl.run_directory.status import refuse_missing
 from rl.runtime import tracing
 from tools.report import aligned
 
@@ -40,17 +43,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of a run")
     parser.add_argument("--step", type=int, help="only this step")
-    parser.add_argument(
-        "--ranks", metavar="FIRST:LAST", type=bounds, default=(0, 1 << 31), help="both included"
-    )
+    both = "both included"
+    parser.add_argument("--ranks", metavar="FIRST:LAST", type=bounds, default=(0, math.inf), help=both)
     parser.add_argument("--torch", action="store_true", help="merge the traces of torch.profiler too")
     parser.add_argument("--cost", action="store_true", help="compare traced steps with the others")
     args = parser.parse_args(argv)
-    steps = find(args.run_dir / "trace", args.step, *args.ranks)
-    if not steps:
-        print(
-            f"error: {args.run_dir}/trace has no such timelines; run with trace.steps=[...].", file=sys.stderr
-        )
+    try:
+        refuse_missing(args.run_dir)
+        steps = find(args.run_dir / "trace", args.step, *args.ranks)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     if args.cost:
         try:
@@ -83,19 +85,25 @@ def read_rank(path: Path) -> dict:
     return record
 
 
-def bounds(text: str) -> tuple[int, int]:
-    first, _, last = text.partition(":")
-    return int(first), int(last or first)
-
-
-def find(directory: Path, step: int | None, first: int, last: int) -> dict[int, list[Path]]:
-    """Return the files of the ranks by step, in the order of the ranks."""
+def find(directory: Path, step: int | None, first: float, last: float) -> dict[int, list[Path]]:
+    """Return the files of the ranks by step, in the order of the ranks. Raises ValueError for none."""
+    stored: dict[int, set[int]] = defaultdict(set)
     found: dict[int, list[Path]] = defaultdict(list)
     for path in sorted(directory.glob("step_*_rank_*.json")):
         if match := RANK_FILE.fullmatch(path.name):
             number, rank = map(int, match.groups())
+            stored[number].add(rank)
             if step in (None, number) and first <= rank <= last:
                 found[number].append(path)
+    if not stored:
+        raise ValueError(f"{directory} has no timelines; run with trace.steps=[...].")
+    if not found:
+        ranks = sorted(set.union(*stored.values()))
+        raise ValueError(
+            f"{directory} has no timelines of these steps and ranks; it has them of "
+            f"step{'s' * (len(stored) > 1)} {listed(map(str, sorted(stored)), 'and')}, ranks {ranks[0]} to "
+            f"{ranks[-1]}, so name one of them, or run with trace.steps=[...]."
+        )
     return dict(found)
 
 

@@ -4,6 +4,8 @@ import argparse
 import ast
 import functools
 import inspect
+import math
+import re
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Sequence
@@ -30,6 +32,20 @@ def make_parser(description: str | None, **options: Any) -> argparse.ArgumentPar
     """Return a parser of whole words that prints its description, a module's docstring, as it is written."""
     options |= dict(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     return argparse.ArgumentParser(allow_abbrev=False, **options)
+
+
+def bounds(text: str) -> tuple[float, float]:
+    """Return the range that LOW:HIGH names, both included, for example 1 and infinity for "1:"."""
+    low, colon, high = text.partition(":")
+    try:
+        first = float(low) if low else -math.inf
+        return first, (float(high) if high else math.inf) if colon else first
+    except ValueError:
+        dashed = re.fullmatch(r"(\d+)-(\d+)", text)
+        example = (
+            f"LOW:HIGH, here {dashed[1]}:{dashed[2]}" if dashed else "LOW:HIGH, LOW:, :HIGH or one value"
+        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a range; write {example}") from None
 
 
 def parse_command_line(

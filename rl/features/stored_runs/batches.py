@@ -12,6 +12,7 @@ from rl.data.batch import Batch
 from rl.data.prompts import Prompt
 from rl.run.rollout_writer import FILE_COLUMNS, STORED
 from rl.run_directory.rollout_files import ground_truth, read, stored_steps
+from rl.run_directory.status import refuse_missing
 
 
 class StoredBatches:
@@ -22,6 +23,7 @@ class StoredBatches:
     """
 
     def __init__(self, config: Config):
+        refuse_missing(config.run.rollouts, "run.rollouts=")
         self._files, self._needs_feedback = stored_steps(config.run.rollouts), needs_feedback(config)
         steps = range(1, config.run.max_steps + 1)
         missing = [step for step in steps if step not in self._files]

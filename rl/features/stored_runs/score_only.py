@@ -15,6 +15,7 @@ from rl.config.schema import Config
 from rl.rewards.pool.pool import scoring_pool
 from rl.rewards.score import Score
 from rl.run_directory.rollout_files import ground_truth, read, stored_steps
+from rl.run_directory.status import refuse_missing
 
 COLUMNS = (
     "group",
@@ -39,6 +40,7 @@ def score_only(config: Config) -> int:
     run_dir, reward = config.run.rollouts or config.run.dir, config.reward
     files = stored_steps(run_dir)
     if not files:
+        refuse_missing(run_dir, "run.rollouts=" if config.run.rollouts else "run.dir=")
         raise ConfigError(
             f"run.mode=score_only, but {run_dir} holds no rollouts; name the directory of a run with "
             "logging.rollouts=sample or all in run.rollouts."

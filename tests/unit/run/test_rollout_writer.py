@@ -11,6 +11,7 @@ import torch
 from rl.config.options import ConfigError
 from rl.config.schema import Config, Run
 from rl.features.stored_runs.batches import StoredBatches
+from rl.features.stored_runs.score_only import score_only
 from rl.rollout.samples import SOURCES
 from rl.run.rollout_writer import FILE_COLUMNS
 from rl.run_directory.rollout_files import GIVEN_BY, RolloutLog, read, remove_after, stored_steps
@@ -73,6 +74,13 @@ def test_stored_token_ids_that_are_no_integers_are_refused(tmp_path):
     config = Config(run=Run(mode="train_only", rollouts=str(tmp_path), max_steps=1))
     with pytest.raises(ConfigError, match="row 0: response_ids has values of type float64"):
         StoredBatches(config).batch(1)
+
+
+@pytest.mark.parametrize("reads", [StoredBatches, score_only])
+def test_a_run_without_a_directory_is_not_called_one_without_rollouts(tmp_path, reads):
+    config = Config(run=Run(rollouts=str(tmp_path / "absent")))
+    with pytest.raises(ConfigError, match="there is no directory run.rollouts=.*absent; lockstep status"):
+        reads(config)
 
 
 def test_readers_and_writers_name_the_same_sources():

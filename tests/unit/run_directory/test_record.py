@@ -33,5 +33,8 @@ def test_a_step_has_the_config_of_the_start_that_took_it(tmp_path):
     found = [record.config_of_step(tmp_path, step).name for step in (1, 10, 11, 20, 21)]
     first, second = "config.yaml", "config-after-step-10.yaml"
     assert found == [first, first, second, second, second]
+    with pytest.raises(ValueError, match="there is no directory .*none"):
+        record.config_of_step(tmp_path / "none", 3)
+    (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="has no config.yaml"):
         record.config_of_step(tmp_path / "none", 3)

@@ -128,7 +128,7 @@ def test_error_is_one_sentence(tmp_path, make, message):
     [
         ("failed", "run failed: training.tp=3 is wrong; use 2. Correct this, and start it again."),
         ("stopped", "run was stopped: training.tp=3 is wrong; use 2. The same command continues it."),
-        ("running", "no step has ended yet; lockstep watch "),
+        ("running", "no step has ended yet; lockstep status "),
     ],
 )
 def test_a_run_without_steps_names_the_reason(tmp_path, state, words):

@@ -93,3 +93,19 @@ def test_a_run_without_rollouts_names_the_reason_of_its_end(tmp_path):
 def test_a_run_without_rollouts_names_the_key(tmp_path):
     with pytest.raises(SystemExit, match="logging.rollouts=sample or all"):
         rollouts.main([str(tmp_path)])
+
+
+def test_a_step_that_is_not_stored_is_refused_with_the_stored_ones(run, tmp_path):
+    with pytest.raises(
+        SystemExit, match="--step: .* holds rollouts of 3 steps from 1 to 3, and none of this"
+    ):
+        rollouts.main([str(run), "--step", "99"])
+    with pytest.raises(SystemExit, match="there is no directory .*absent; lockstep status lists the runs"):
+        rollouts.main([str(tmp_path / "absent")])
+
+
+def test_a_range_with_a_dash_is_refused_with_the_colon(run, capsys):
+    for text, said in (("3-5", "'3-5' is not a range; write LOW:HIGH, here 3:5"), ("x", "LOW:, :HIGH or")):
+        with pytest.raises(SystemExit):
+            rollouts.main([str(run), "--step", text])
+        assert said in capsys.readouterr().err
