@@ -11,6 +11,7 @@ from the files with the policy's.
 """
 
 import argparse
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
+from rl.run_directory.status import refuse_missing
 from rl.runtime.ranks import Ranks, discover
 from train_rl import prepare_environment
 
@@ -47,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def export(ranks: Ranks, args: argparse.Namespace) -> None:
     """Export a checkpoint. Raises ValueError for wrong arguments. Collective over the world."""
+    saved_at = check_paths(args)  # before the imports, which take long
     from rl.checkpoint.directory import CONFIG
     from rl.config import wing
     from rl.config.exclusions import check_exclusions
@@ -66,13 +69,10 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
         from rl.training.grid import build_grid
         from rl.training.spec import ModelSpec
 
-        if Path(args.out).exists():
-            raise ValueError(f"--out {args.out} exists already: name another directory.")
         config = load(Config, Path(args.run_dir, "config.yaml"))
         config = replace(config, run=replace(config.run, dir=args.run_dir))  # it may have moved
         store = CheckpointStore(config)
-        found = complete_checkpoints(store.directory, args.step)
-        saved = store.named(str(args.run_dir if args.step is None else found[args.step]))
+        saved = store.named(saved_at)
         # Not the config of the first start, because a resume may have changed the model's path or its
         # scaling.
         config = replace(load(Config, saved.path / CONFIG), run=config.run)
@@ -100,11 +100,22 @@ def export(ranks: Ranks, args: argparse.Namespace) -> None:
             print(f"wrote {args.out}, {kind} of step {saved.step}")
 
 
+def check_paths(args: argparse.Namespace) -> str:
+    """Return the checkpoint or run directory to export, without importing torch. Raises ValueError for wrong
+    arguments."""
+    if Path(args.out).exists():
+        raise ValueError(f"--out {args.out} exists already: name another directory.")
+    refuse_missing(args.run_dir)
+    found = complete_checkpoints(Path(args.run_dir, "checkpoints"), args.step)
+    return str(args.run_dir if args.step is None else found[args.step])
+
+
 def complete_checkpoints(directory: Path, step: int | None) -> dict[int, Path]:
     """Return the complete checkpoints by step. Raises ValueError if there is none, or none of `step`."""
-    from rl.checkpoint.directory import MANIFEST, complete
-
-    found = {saved.step: saved.path for saved in complete(directory) if (saved.path / MANIFEST).is_file()}
+    # rl.checkpoint.directory has these names, too, but imports torch.
+    manifests = sorted(directory.glob("step_*/checkpoint.json"))
+    names = ((re.fullmatch(r"step_(\d+)", path.parent.name), path.parent) for path in manifests)
+    found = {int(match[1]): path for match, path in names if match}
     if not found or step is not None and step not in found:
         asked = "" if step is None else f" of step {step}"
         steps = ", ".join(f"step {step}" for step in found)
