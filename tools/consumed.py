@@ -6,10 +6,13 @@ Reads `consumed.jsonl` of a run directory, which a run with carry-over or roles 
 by its draw, the number of prompts that the run had drawn before it. Every draw must be consumed once, be
 dropped (`rollout.on_stale=drop`), or wait for a later step. Exit code 1 if a draw is lost or doubled. Draws
 of synchronous steps, before or between, are not in the file and not counted.
+
+A synchronous run has no such file. From its stored rollouts (logging.rollouts) the command lists the rows of
+the data that were drawn more than once, as each epoch does.
 """
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +20,16 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
-from rl.run_directory.bad_entries import read_lines
+from rl.run_directory.bad_entries import read_each, read_lines
 from rl.run_directory.consumed import FILE_NAME
 from rl.run_directory.metric_log import STEP
+from rl.run_directory.rollout_files import DIRECTORY, read, stored_steps
+from rl.run_directory.status import refuse_missing, why_no_step
+from tools.report import aligned
+from tools.rollouts import cell, print_share
+
+SHOWN = 8
+"""Maximum number of prompts in the table of a synchronous run."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +88,49 @@ def count(run_dir: Path) -> Count:
     )
 
 
+def drawn_again(run_dir: Path) -> str:
+    """Return which prompts the stored rollouts have more than once. Raises ValueError if none are stored."""
+    files = stored_steps(run_dir)
+    if not files:
+        why = why_no_step(run_dir) or "name a run with logging.rollouts=sample or all"
+        raise ValueError(
+            f"{run_dir} holds neither {FILE_NAME}, which rollout.carry_over=true and roles write, nor "
+            f"rollouts; {why}."
+        )
+    tables = read_each(files.values(), lambda path: read(path, ["step", "group", "prompt_index", "prompt"]))
+    steps: dict[int, list[int]] = defaultdict(list)
+    prompts: dict[int, str] = {}
+    for table in tables.values():
+        groups = {row["group"]: row for row in table.to_pylist()}
+        for row in groups.values():
+            steps[row["prompt_index"]].append(row["step"])
+            prompts[row["prompt_index"]] = row["prompt"]
+    again = sorted((index for index, own in steps.items() if len(own) > 1), key=lambda i: -len(steps[i]))
+    head = (
+        f"{run_dir} has no {FILE_NAME}, so its steps are synchronous; its {DIRECTORY} of {len(tables)} steps "
+        f"have {sum(map(len, steps.values()))} draws of {len(steps)} prompts, {len(again)} drawn more "
+        "than once"
+    )
+    rows: list[tuple[str, ...]] = [("times", "prompt_index", "steps", "prompt")] if again else []
+    for index in again[:SHOWN]:
+        row = len(steps[index]), index, cell(", ".join(map(str, steps[index]))), cell(prompts[index])
+        rows.append(tuple(map(str, row)))
+    return "\n".join([head, *([aligned(rows)] if rows else [])])
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("run", type=Path, help="run directory")
     args = parser.parse_args(argv)
     try:
+        refuse_missing(args.run)
+        if not (args.run / FILE_NAME).is_file():
+            print(drawn_again(args.run))
+            print_share(args.run, max(stored_steps(args.run)))
+            return 0
         found = count(args.run)
-    except OSError as error:
-        reason = f"{error.filename}: {error.strerror}"
-        sys.exit(f"error: {reason}; name a run with rollout.carry_over=true or roles, which write the file.")
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
     print(found.line())
     return 0 if found.is_exact else 1
 
