@@ -22,7 +22,7 @@ import os
 import time
 import uuid
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -81,6 +81,10 @@ class JobRecord:
         return None if is_launched else (self.dropped["time"], True, self.dropped["step"])
 
 
+EVENTS = {event.name for event in fields(JobRecord)} - {"number"}
+"""Events that a record has; another version may write others."""
+
+
 def save(plan: Plan, directory: Path, batch_file: str) -> None:
     """Write the plan and its batch file, and make the directory."""
     make_private(directory)
@@ -128,7 +132,9 @@ def records(directory: Path) -> list[JobRecord]:
     found = defaultdict[int, dict[str, dict[str, Any]]](dict)
     for path in directory.glob("[0-9]*-*.json"):
         number, _, event = path.stem.partition("-")
-        found[int(number)][event] = read_object(path)
+        event = "submitted" if event == "job" else event  # as an older version wrote it
+        if event in EVENTS:
+            found[int(number)][event] = read_object(path)
     return [JobRecord(number, **events) for number, events in sorted(found.items()) if "asked" in events]
 
 

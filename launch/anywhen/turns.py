@@ -202,6 +202,9 @@ def main(what: str, directory: str, *numbers: str) -> int:
         return start_job(path, *values)
     if what == "end":
         return end_job(path, *values)
+    if not values:  # a batch file of an older version, which also calls end
+        follow(path, own=os.environ["SLURM_JOB_ID"])
+        return 0
     number, seconds = values
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:

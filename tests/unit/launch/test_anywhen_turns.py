@@ -695,3 +695,16 @@ def test_a_disk_that_fails_once_ends_nothing(hostile, monkeypatch):
     failures.append(OSError("stale handle"))
     fake.end_ranks(first, 75)
     assert len(fake.requests) == 2
+
+
+def test_a_run_of_an_older_version_continues(hostile, monkeypatch):
+    """Its events have other names, and its batch file gives the follower no numbers."""
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    for path in fake.directory.glob("*-submitted.json"):
+        path.rename(path.with_name(path.name.replace("submitted", "job")))
+    note(fake.directory, first.number, "unknown")
+    assert [job.job for job in records(fake.directory)] == [first.id, successor.id]
+    monkeypatch.setenv("SLURM_JOB_ID", first.id)
+    (fake.directory / "stop").write_text("the user's")
+    assert turns.main("follow", str(fake.directory)) == 0 and successor.state == "CANCELLED"
