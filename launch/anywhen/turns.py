@@ -77,7 +77,8 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
         raise slurm.SlurmError(f"squeue does not list job {own}, which runs; nothing is requested.")
     for job in jobs:
         for name in (name for name, number in cancelled if number == job.number and job.job in (name, "")):
-            if not job.cancelled and (job.begun or not job.dropped):  # by the user or an administrator
+            is_own = job.dropped and job.begun.get("time", 0.0) <= job.dropped["time"]
+            if not job.cancelled and not is_own:  # by the user or an administrator
                 is_users = queue.is_cancelled_by_user(name)
                 if note(directory, job.number, "cancelled", by_user=is_users) and is_users:
                     record.stop(directory, f"job {name} was cancelled")

@@ -372,6 +372,17 @@ def test_the_run_takes_its_own_cancellations_for_no_ones(hostile):
     assert not is_over(fake.directory, fake.plan)
 
 
+def test_the_run_may_cancel_a_job_that_was_requeued(hostile):
+    """It had begun, but waited for the ranks of the first one; its node failed, and its launch then, too."""
+    fake = hostile(JobLimits(jobs=2))
+    _, successor = two_jobs(fake)
+    note(fake.directory, successor.number, "begun", step=0)
+    fail_to_launch(successor)
+    fake.sleep(400)
+    assert successor.state == "CANCELLED" and len(fake.requests) == 3
+    assert not is_over(fake.directory, fake.plan)
+
+
 def test_of_two_turns_at_once_one_requests(hostile):
     fake = hostile(JobLimits())
     fake.meanwhile = [fake.turn]
