@@ -175,7 +175,7 @@ def start_job(directory: Path, number: int, seconds: int) -> int:
 def end_job(directory: Path, number: int, seconds: int, code: int) -> int:
     """Note the end of a job's ranks. Without a successor, stay for some turns and request one.
 
-    None is requested if somebody cancelled this job.
+    None is requested if the user cancelled this job.
     """
     own, began, looks = os.environ["SLURM_JOB_ID"], time.monotonic() - seconds, itertools.count(1)
 
@@ -185,7 +185,9 @@ def end_job(directory: Path, number: int, seconds: int, code: int) -> int:
         note(directory, number, "ended", code=code, seconds=time.monotonic() - began, step_s=step_s)
         found = view(directory, plan, own)
         is_followed = any(map(found.will_train, found.jobs)) and not record.is_over(directory, plan)
-        return is_followed or queue.is_cancelled(plan, number, own) or next(looks) > 2 * LAST_TURNS
+        if is_followed or next(looks) > 2 * LAST_TURNS:
+            return True
+        return queue.is_cancelled(plan, number, own) and queue.is_cancelled_by_user(own)
 
     if over := follow(directory, SILENT_TURNS, own, is_done):
         print(f"anywhen: no further job, because {over}", flush=True)

@@ -335,10 +335,13 @@ def test_a_job_that_the_user_cancels_is_not_replaced(hostile):
 CANCELLED = "slurmstepd: error: *** JOB {} ON node1 CANCELLED AT 2026-11-30T00:00:00{} ***\n"
 
 
-@pytest.mark.parametrize(("reason", "requests"), [("", 1), (" DUE TO PREEMPTION", 2)])
-def test_only_a_job_that_is_being_cancelled_requests_no_other(hostile, reason, requests):
-    """Slurm ends a job that it pre-empts in the same way."""
+@pytest.mark.parametrize(
+    ("reason", "other", "requests"), [("", 0, 1), ("", 1, 2), (" DUE TO PREEMPTION", 0, 2)]
+)
+def test_only_a_job_that_is_being_cancelled_requests_no_other(hostile, reason, other, requests):
+    """Slurm ends a job that it pre-empts, or that an administrator cancels, in the same way."""
     fake = hostile(JobLimits(jobs=2))
+    fake._sacct = lambda *_: f"CANCELLED by {os.getuid() + other}\n"
     fake.turn()
     fake.sleep(90 - TURN_S)
     (first,) = fake.live()
