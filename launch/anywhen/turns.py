@@ -147,7 +147,8 @@ def start_job(directory: Path, number: int, seconds: int) -> int:
             noted = noted or note(directory, number, "begun", step=record.checkpoint_step(directory)) or True
             plan = record.load(directory)
             now = view(directory, plan, own)
-            mine = next(job for job in now.jobs if job.id == own)
+            if (mine := next((job for job in now.jobs if job.id == own), None)) is None:
+                break  # requeued after its end was noted: `view` leaves it out
             before = [job for job in now.jobs if job.started and job.has_ranks and job.order < mine.order]
             training = [job.id for job in before if not job.is_ending]
             size = plan.size_of(mine.nodes)

@@ -629,6 +629,16 @@ def test_a_job_that_waited_too_long_requests_another(hostile):
     assert successor.state == "COMPLETED" and len(fake.requests) == before + 1
 
 
+def test_a_job_that_is_requeued_while_it_leaves_requests_another(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    fake.turn()
+    note(fake.directory, 1, "begun", step=0)
+    note(fake.directory, 1, "ended", code=3, seconds=10.0, step_s=0.0)
+    fake.sleep(600)
+    first, second, *_ = fake.jobs.values()
+    assert (first.state, second.is_training) == ("COMPLETED", True)
+
+
 def test_a_job_whose_epilog_hangs_delays_nobody(hostile):
     """Its batch script was killed before it noted the end, but Slurm lists none of its steps any more."""
     fake = hostile(JobLimits())
