@@ -100,7 +100,7 @@ class QueuedJob:
     is_successor: bool = False
     """Whether it waits for the end of another job."""
     is_ending: bool = False
-    """Whether Slurm ends its processes."""
+    """Whether Slurm ends its processes, or the end of its ranks is noted."""
     has_ranks: bool = True
     """False if its ranks have ended, but not the job."""
 

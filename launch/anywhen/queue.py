@@ -87,10 +87,14 @@ def is_cancelled(plan: Plan, number: int, job: str) -> bool:
         return re.search(rb"JOB %s ON \S+ CANCELLED AT \S+ \*" % job.encode(), file.read()) is not None
 
 
-def has_steps(job: str) -> bool:
-    """Return whether Slurm lists a step of a job that may have processes; the run's lock asks the same."""
+def has_steps(job: str, is_ending: bool) -> bool:
+    """Return whether Slurm lists a step of a job that may have ranks; the run's lock asks the same.
+
+    is_ending: whether Slurm ends the job. If not, its batch script only requests a successor.
+    """
     steps = slurm.run("squeue", "-h", "-s", "-j", job, "-o", "%i").split()
-    return not all(step.endswith(".extern") for step in steps)
+    others = (".extern",) if is_ending else (".extern", ".batch")
+    return not all(step.endswith(others) for step in steps)
 
 
 def idle_nodes(plan: Plan) -> dict[str, list[float]]:

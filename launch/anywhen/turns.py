@@ -86,8 +86,9 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
     ended = {job.number for job in jobs if job.ended}
     ends = any(job.id == own and job.number in ended for job in queued)
     queued = [job for job in queued if job not in unlaunched and not (ends and job.id == own)]
-    gone = {job for job in queued if (not queue.has_steps(job.id) if job.is_ending else job.number in ended)}
-    queued = [replace(job, has_ranks=job not in gone) for job in queued]
+    ending = [job for job in queued if job.is_ending or job.number in ended]
+    gone = {job for job in ending if not queue.has_steps(job.id, is_ending=job.is_ending)}
+    queued = [replace(job, has_ranks=job not in gone, is_ending=job in ending) for job in queued]
     if not any(job.is_training for job in queued) and record.has_failed(directory):
         record.stop(directory, f"{record.MAX_FAILURES} jobs failed without a newer checkpoint")
     here, well = {job.number for job in queued}, {job.number for job in queued if not job.held}
@@ -159,7 +160,7 @@ def start_job(directory: Path, number: int, seconds: int) -> int:
                 return 0
             if not signalled and not decision.takes_over(now, mine):
                 break
-            waits = ", ".join(job.id + " (COMPLETING)" * job.is_ending for job in before)
+            waits = ", ".join(job.id + " (ends)" * job.is_ending for job in before)
             if waits != told:
                 _report(f"waits for the ranks of job {waits}")
                 told = waits

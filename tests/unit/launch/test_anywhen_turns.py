@@ -187,7 +187,11 @@ class HostileSlurm:
     def _squeue(self, command: tuple[str, ...], broken: bool) -> str:
         if "-s" in command:
             job = self.jobs[command[4]]
-            return f"{job.id}.extern\n" + f"{job.id}.0\n" * (job.is_training or job.has_steps)
+            return (
+                f"{job.id}.extern\n"
+                + f"{job.id}.batch\n" * (job.state == "RUNNING")
+                + f"{job.id}.0\n" * (job.is_training or job.has_steps)
+            )
         if "--me" not in command:
             return ""
         return "".join(
@@ -616,6 +620,18 @@ def test_a_node_that_does_not_come_back_delays_nobody_after_the_ranks(hostile):
     fake.start(successor)
     fake.begin(successor)
     assert successor.is_training and fake.now < before + 10
+
+
+def test_a_job_waits_for_ranks_that_save_after_a_signal(hostile):
+    """Somebody sent SIGTERM to a job's processes, of which one noted the end of its ranks."""
+    fake = hostile(JobLimits(jobs=2))
+    first, successor = two_jobs(fake)
+    turns.end_job(fake.directory, first.number, 90, 0)
+    fake.later(30, lambda: setattr(first, "is_training", False))
+    fake.start(successor)
+    before = fake.now
+    fake.begin(successor)
+    assert successor.is_training and before + 25 < fake.now < before + 40
 
 
 def test_a_job_that_waited_too_long_requests_another(hostile):
