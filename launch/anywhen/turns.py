@@ -34,6 +34,8 @@ SIGNAL_S = 20.0
 LAST_TURNS, SILENT_TURNS = 6, 60
 """Number of turns for which an ended job without a successor stays to request one, if Slurm answers, and if
 it does not. The pause before such a request is at most four turns."""
+FOLLOWED = 4
+"""Exit code of a follower that has not noted the end of the ranks; the batch file then does."""
 PASSING = (ValueError, OSError, KeyError)
 """Errors of Slurm, of its output and of the disk, after which the next turn tries again."""
 
@@ -216,8 +218,8 @@ def main(what: str, directory: str, *numbers: str) -> int:
         follow(path, own=os.environ["SLURM_JOB_ID"])
     except SystemExit:  # Slurm ends the job, and kills this process soon
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        end_job(path, number, seconds + int(time.monotonic() - began), 0)
-    return 0
+        return end_job(path, number, seconds + int(time.monotonic() - began), 0)
+    return FOLLOWED
 
 
 if __name__ == "__main__":

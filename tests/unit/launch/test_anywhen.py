@@ -9,6 +9,7 @@ import pytest
 
 from launch.anywhen.command import GUARD, TURNS
 from launch.anywhen.decision import Plan, QueueView, Size, decide
+from launch.anywhen.turns import FOLLOWED
 from rl.config.elastic import JobLimits
 from tests.unit.launch.queue_simulator import HOUR, Cluster, Job, Simulation, trace
 
@@ -74,7 +75,7 @@ echo "$(basename "$0")" "$@" "${STAGED:-}" >>"$CALLS"
 case $(basename "$0")-$3 in
 squeue-*) echo "$STATE" ;;
 python-begin) exit "$CODE" ;;
-python-follow) [ "$STATE" = RUNNING ] || { sleep 1; echo "python follow ends" >>"$CALLS"; } ;;
+python-follow) [ "$STATE" = RUNNING ] || { sleep 1; echo "python follow ends" >>"$CALLS"; exit "$FOLLOW"; } ;;
 esac
 """
 
@@ -88,6 +89,7 @@ esac
         (1, "RUNNING", 3, "squeue"),
         (1, "COMPLETING", 0, "squeue"),
         (0, "COMPLETING", 0, "python follow ends"),
+        (FOLLOWED, "COMPLETING", 0, "python -m launch.anywhen.turns end"),
     ],
 )
 def test_a_job_whose_turns_do_not_begin_starts_again(code, state, restarts, last, tmp_path):
@@ -97,7 +99,9 @@ def test_a_job_whose_turns_do_not_begin_starts_again(code, state, restarts, last
         (tmp_path / name).chmod(0o755)
     turns = TURNS.format(python=tmp_path / "python", directory=tmp_path, train="config.yaml")
     env = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", CALLS=str(tmp_path / "calls"), STATE=state)
-    env |= dict(CODE=str(code), SLURM_RESTART_COUNT=str(restarts), SLURM_JOB_ID="7", LOCKSTEP_ROOT="/")
+    env |= dict(SLURM_RESTART_COUNT=str(restarts), SLURM_JOB_ID="7", LOCKSTEP_ROOT="/")
+    begins, follows = ("0", str(code)) if code == FOLLOWED else (str(code), "0")
+    env |= dict(CODE=begins, FOLLOW=follows)
     work = "kill -TERM $$" if state == "COMPLETING" else ":"
     script = f"set -eu\n{GUARD}export STAGED=/copy\ntrain() {{ {work}; }}\n{turns}"
     subprocess.run(["bash", "-c", script, "job", "1"], env=env, timeout=60)

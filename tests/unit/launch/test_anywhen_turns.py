@@ -748,3 +748,14 @@ def test_a_run_of_an_older_version_continues(hostile, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", first.id)
     (fake.directory / "stop").write_text("the user's")
     assert turns.main("follow", str(fake.directory)) == 0 and successor.state == "CANCELLED"
+
+
+def test_a_follower_tells_that_it_noted_no_end(hostile, monkeypatch):
+    """The user may remove the file stop before the job ends."""
+    fake = hostile(JobLimits(jobs=2))
+    first, _ = two_jobs(fake)
+    monkeypatch.setenv("SLURM_JOB_ID", first.id)
+    monkeypatch.setattr(turns.signal, "signal", lambda *_: None)
+    (fake.directory / "stop").write_text("the user's")
+    assert turns.main("follow", str(fake.directory), str(first.number), "0") == turns.FOLLOWED
+    assert not any(job.ended for job in records(fake.directory))
