@@ -5,6 +5,7 @@ has the same batch. Therefore CheckFailed is raised on every rank.
 """
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import combinations
@@ -26,6 +27,8 @@ RISK = 1e-12
 """Maximum probability that a statistical check ends a healthy run at one step, for every model and dtype."""
 MAX_SUBSETS = 10
 """Number of subsets of a prompt's samples above which a statistic of a validation is not computed again."""
+STATISTIC = re.compile(r"(mean|std|best|worst|maj)@\d+(/(mean|std))?")
+"""Name of a statistic of a validation; a variable of a reward may be named score/x or acc/x."""
 Graded = tuple[float, str | None]
 """Value and answer of a sample; None: it has no answer."""
 RATIO_ERROR = 0.01
@@ -139,7 +142,7 @@ def check_table(batch: Batch, metrics: Mapping[str, float], answers: Sequence[st
     for (source, variable), groups in of_prompts.items():
         for key, found in metrics.items():
             section, _, name = key.partition(f"/{source}/{variable}/")
-            if section not in ("val-core", "val-aux"):
+            if section not in ("val-core", "val-aux") or not STATISTIC.fullmatch(name):
                 continue
             value = np.mean([_statistic(name, own) for own in groups.values()])
             if not (math.isnan(value) or abs(found - value) <= 1e-6 * (1 + abs(value))):
@@ -181,7 +184,8 @@ def _statistic(name: str, samples: list[Graded]) -> float:
 def _majority(samples: Sequence[Graded]) -> float:
     """Return the mean value of the most frequent answer, or of all samples if none votes."""
     votes = Counter(answer for _, answer in samples if answer and answer.strip() not in ("", INVALID))
-    tied = [answer for answer, count in votes.items() if count == max(votes.values())]
+    most = max(votes.values(), default=0)
+    tied = [answer for answer, count in votes.items() if count == most]
     means = [float(np.mean([value for value, own in samples if own == answer])) for answer in tied]
     return float(np.mean(means or [value for value, _ in samples]))
 

@@ -45,26 +45,31 @@ class SecondPass:
             one = shortened(batch, [alone], LONGEST)
             self._alone = _key(batch, alone), output_alone(self._model, one, plan, self._output)
 
-    def check(self, batch: Batch, outputs: Tensor) -> None:
+    def check(self, batch: Batch, outputs: Tensor, *, is_same: bool = False) -> None:
         """Raise LogprobMismatch unless the outputs that the run uses are those of the second pass.
 
-        outputs: of the batch, float32 [T]. Not collective.
+        outputs: of the batch, float32 [T]. is_same: whether the batch is that of `take`. Not collective.
         """
         key, found = self._alone or (0, None)
-        sample = next((i for i in range(len(batch)) if found is not None and _key(batch, i) == key), None)
+        sample = self.sample
+        if not is_same:
+            sample = next((i for i in range(len(batch)) if found is not None and _key(batch, i) == key), None)
         if sample is not None:
-            self.compare(batch, sample, outputs[batch.offsets[sample] : batch.offsets[sample + 1]])
+            own = outputs[batch.offsets[sample] : batch.offsets[sample + 1]]
+            self.compare(batch, sample, own, usual=float(outputs[outputs.isfinite()].abs().mean()))
 
-    def compare(self, batch: Batch, sample: int, own: Tensor) -> None:
+    def compare(self, batch: Batch, sample: int, own: Tensor, *, usual: float = 0.0) -> None:
         """Compare the outputs of the sample that was computed alone; NaN where they are unknown.
 
+        usual: mean size of the outputs of all samples, with which the rounding of a value near 0 grows, too.
         With routed experts a tenth of the tokens is left out, because rounding may route them otherwise.
         """
         assert self._alone is not None
         found, own = (each[own.isfinite()] for each in (self._alone[1], own))
         gaps = (found - own).abs().double().sort().values
         gaps = gaps[: len(gaps) - (len(gaps) // 10 + 1 if self._routes else 0)]
-        gap = float(gaps.mean()) / self._limit / max(1.0, float(own.abs().mean())) if len(gaps) else 0.0
+        size = max(1.0, usual, float(own.abs().mean())) if len(gaps) else 1.0
+        gap = float(gaps.mean()) / self._limit / size if len(gaps) else 0.0
         if gap > 1:
             raise LogprobMismatch(
                 f"reference check: {place(batch, sample)} has {self._output} of {self._name} that differ by "

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -176,7 +177,7 @@ class Scorer:
         """
         render = partial(_conversation, self.tokenizers["reward_model"])
         ids = gather_by_rank([render(*response) for response in own])
-        check_places(ids, {sample: render(*response) for sample, response in others.items()}, "reward model")
+        check_places(ids, _again(render, others, self.tokenizers["reward_model"]), "reward model")
         # One dummy response token: its value is read at the last token of the conversation.
         end = np.zeros(1, np.int32)
         count = len(ids)
@@ -193,7 +194,7 @@ class Scorer:
         (values,) = model.forward(conversations, [plan], ("values",))
         second = SecondPass(model, self.slack, "the reward model")
         second.take(conversations, plan)
-        second.check(conversations, values)
+        second.check(conversations, values, is_same=True)
         return values
 
     def _judge_scores(
@@ -211,7 +212,7 @@ class Scorer:
             return _question(tokenizer, judge.template.format(ground_truth=prompt.ground_truth, **parts))
 
         ids = gather_by_rank([render(*response) for response in own])
-        check_places(ids, {sample: render(*response) for sample, response in others.items()}, "judge")
+        check_places(ids, _again(render, others, tokenizer), "judge")
         asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
         sampling = Sampling(1, judge.max_response_tokens, temperature=judge.temperature)
         questions_asked = [ids[i] for i in asked]
@@ -320,6 +321,15 @@ def _parts(prompt: Prompt, response: str, chat: Messages) -> dict[str, str]:
         return {"prompt": prompt.text, "response": response}
     start = next((i for i, message in enumerate(chat) if message["role"] == "assistant"), len(chat))
     return {"prompt": transcript(chat[:start]), "response": transcript(chat[start:])}
+
+
+def _again(
+    render: Callable[..., np.ndarray], others: dict[int, Response], tokenizer: PreTrainedTokenizerBase
+) -> dict[int, np.ndarray]:
+    """Return the tokens of other ranks' responses by their sample; none if the chat template writes the time,
+    which may have changed since."""
+    has_clock = tokenizer.chat_template is not None and bool(ChatTemplate(tokenizer).clock)
+    return {} if has_clock else {sample: render(*response) for sample, response in others.items()}
 
 
 def _conversation(

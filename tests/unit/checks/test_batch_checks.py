@@ -117,6 +117,7 @@ def test_a_validation_whose_scores_are_those_of_other_prompts_is_found():
     of_prompts = batch.scores.double().reshape(4, 3)
     found = {"val-aux/toy/score/std@3": float(of_prompts.std(1, correction=0).mean())}
     check_table(batch, found)
+    check_table(batch, found | {"val-aux/toy/score/score/mean@2": 7.0})  # a reward's score/score
     mixed = batch.scores.double().reshape(3, 4).t()
     with pytest.raises(CheckFailed, match="validation check: score/std@3 of toy is"):
         check_table(batch, {"val-aux/toy/score/std@3": float(mixed.std(1, correction=0).mean())})
