@@ -1,6 +1,7 @@
 """The requests that vLLM computes: their arguments, and the results that vLLM returns."""
 
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from rl.runtime import tracing
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
 
     from rl.rollout.engine import RolloutEngine
 
@@ -27,7 +29,7 @@ class EngineCall:
     version: int
     """Version of the policy that samples the first tokens."""
     options: dict = field(default_factory=dict)
-    """Further arguments of LLMEngine.add_request."""
+    """Further arguments of InputProcessor.process_inputs."""
 
 
 def call_of(request: Request, sampling: Sampling, version: int) -> EngineCall:
@@ -69,6 +71,46 @@ def seed_of_call(call: EngineCall) -> int:
 
 _parameters = attrgetter(*PARAMETERS)
 """Return the values of PARAMETERS in vLLM's SamplingParams."""
+_common = attrgetter("max_tokens", "grammar", "first_version", "num_begun", "adapter")
+"""Return the fields that requests for samples of one prompt have in common, except tokens and images."""
+
+
+@dataclass
+class Processed:
+    """A request with the arguments that vLLM has checked and completed.
+
+    This takes longer than the rest of accepting a request. Therefore further samples of the prompt get copies
+    with their own id and seed, as vLLM itself copies a request for several samples.
+    """
+
+    request: Request
+    sampling: Sampling
+    call: EngineCall
+    core_request: "EngineCoreRequest"
+    asked: tuple
+    """`_parameters` of the call before the parts of the engine changed them."""
+    given: tuple
+    """`_parameters` of the call before vLLM completed them."""
+
+    def has_prompt_of(self, request: Request, sampling: Sampling) -> bool:
+        """Return whether `request` differs from this request only in name and seed."""
+        own = self.request
+        return (
+            own.images is None
+            and request.images is None
+            and _common(own) == _common(request)
+            and np.array_equal(own.token_ids, request.token_ids)
+            and self.sampling == sampling
+        )
+
+    def copied(self, request: Request) -> "Processed":
+        """Return a copy for another sample of the prompt."""
+        made = copy(self.core_request)
+        params = made.sampling_params = copy(made.sampling_params)
+        assert params is not None and params.extra_args is not None
+        params.extra_args = params.extra_args | {"seed": request.seed}
+        made.request_id, made.external_req_id = request.name, None
+        return replace(self, request=request, call=replace(self.call, params=params), core_request=made)
 
 
 @dataclass
@@ -120,6 +162,10 @@ class Calls:
         client: Any = engine.llm.llm_engine.engine_core
         self._core = client.engine_core
         self._live: dict[str, Live] = {}
+        self._last: Processed | None = None
+        """The last request of this run, if the engine still has the same weights."""
+        self._code: tuple[list, int] = ([], 0)
+        """The last values of PARAMETERS, and their `parameters_code`."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._live
@@ -129,7 +175,34 @@ class Calls:
 
     def add(self, request: Request, sampling: Sampling) -> None:
         """Give a request to vLLM."""
-        engine = self._engine
+        engine, last = self._engine, self._last
+        if last is not None and last.has_prompt_of(request, sampling):
+            this = last.copied(request)
+            for part in engine.parts:
+                part.request(engine, request, this.call)
+        else:
+            this = self._process(request, sampling)
+        self._last = this
+        # As LLMEngine.add_request does after process_inputs.
+        made, call = this.core_request, this.call
+        self._vllm.input_processor.assign_request_id(made)
+        self._vllm.output_processor.add_request(made, None)
+        self._vllm.engine_core.add_request(made)
+        internal_id = made.request_id
+        received = _parameters(engine.scheduler.requests[internal_id].sampling_params)
+        # A part may write the same distribution in another way, for example top_k as the whole vocabulary.
+        values = [a if r == g else r for a, g, r in zip(this.asked, this.given, received)]
+        if values != self._code[0]:
+            self._code = values, parameters_code(dict(zip(PARAMETERS, values)))
+        self._live[request.name] = Live(internal_id, [(0, call.version)], seed_of_call(call), self._code[1])
+        if request.grammar and request.num_begun:  # vLLM's grammar begins with the request, not with the turn
+            grammar = engine.scheduler.requests[internal_id].structured_output_request.grammar
+            begun = request.token_ids[-request.num_begun :].tolist()
+            assert grammar.accept_tokens(request.name, begun), f"{request.name}: its tokens break its grammar"
+
+    def _process(self, request: Request, sampling: Sampling) -> Processed:
+        """Let vLLM check and complete the arguments of a request."""
+        engine, vllm = self._engine, self._vllm
         call = call_of(request, sampling, engine.weights_version)
         if engine.keeps_cache:
             first = request.first_version
@@ -137,17 +210,11 @@ class Calls:
         asked = _parameters(call.params)
         for part in engine.parts:
             part.request(engine, request, call)
-        given = _parameters(call.params)
-        internal_id = self._vllm.add_request(request.name, call.prompt, call.params, **call.options)
-        received = _parameters(engine.scheduler.requests[internal_id].sampling_params)
-        # A part may write the same distribution in another way, for example top_k as the whole vocabulary.
-        values = [a if r == g else r for a, g, r in zip(asked, given, received)]
-        code = parameters_code(dict(zip(PARAMETERS, values)))
-        self._live[request.name] = Live(internal_id, [(0, call.version)], seed_of_call(call), code)
-        if request.grammar and request.num_begun:  # vLLM's grammar begins with the request, not with the turn
-            grammar = engine.scheduler.requests[internal_id].structured_output_request.grammar
-            begun = request.token_ids[-request.num_begun :].tolist()
-            assert grammar.accept_tokens(request.name, begun), f"{request.name}: its tokens break its grammar"
+        given, tasks = _parameters(call.params), vllm.get_supported_tasks()
+        made = vllm.input_processor.process_inputs(
+            request.name, call.prompt, call.params, supported_tasks=tasks, **call.options
+        )
+        return Processed(request, sampling, call, made, asked, given)
 
     def step(self) -> list[tuple[str, Completion]]:
         """Run one engine step; return the requests that finished.
@@ -157,11 +224,7 @@ class Calls:
         """
         with tracing.span("engine step", requests=len(self)):
             outputs = self._vllm.step()
-        return [
-            (finished.request_id, self._completion(finished, finished.outputs[0].logprobs.logprobs))
-            for finished in outputs
-            if finished.finished
-        ]
+        return [(done.request_id, self._completion(done)) for done in outputs if done.finished]
 
     def drain(self) -> list[tuple[str, Completion]]:
         """Process the steps that are in flight, without starting another; return the finished requests."""
@@ -174,12 +237,14 @@ class Calls:
             del scheduler.has_requests
         return finished
 
-    def _completion(self, finished: "RequestOutput", logprobs: list[float]) -> Completion:
+    def _completion(self, finished: "RequestOutput", logprobs: list[float] | None = None) -> Completion:
         """Return the tokens of a request that has ended, with the held columns.
 
-        logprobs: of its tokens.
+        logprobs: of its tokens; None: the platform has them.
         """
         live, output = self._live.pop(finished.request_id), finished.outputs[0]
+        if logprobs is None:
+            logprobs = self._engine.platform.logprobs_of(self._engine, live.internal_id, output)
         held: dict[str, np.ndarray] = {}
         assert finished.prompt_token_ids is not None, "the engine is given tokens, not texts"
         for part in self._engine.parts if len(output.token_ids) else ():
@@ -214,10 +279,11 @@ class Calls:
         """Abort all requests and discard their tokens."""
         self._vllm.abort_request(list(self._live))
         self._live.clear()
+        self._last = None
 
     def note_version(self, version: int) -> None:
         """Note that all further tokens are sampled by `version` of the policy."""
-        self._engine.weights_version = version
+        self._engine.weights_version, self._last = version, None
         so_far = self._engine.platform.logprobs_so_far
         for live in self._live.values():  # for `Live.check_versions`
             live.changes.append((len(so_far(self._engine, live.internal_id)), version))

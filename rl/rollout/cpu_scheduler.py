@@ -8,13 +8,12 @@ new block of the KV cache only if its last block is full. vLLM's public option `
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 
@@ -24,8 +23,7 @@ class CpuScheduler(Scheduler):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logprobs: dict[str, list[float]] = {}
-        """Log-probs of the tokens of running requests, by vLLM's internal id, if they are reported only when
-        a request ends."""
+        """Log-probs of the tokens of requests, by vLLM's internal id, if vLLM's outputs do not have them."""
         self.before_free: Callable[[Request], None] | None = None
         """Called with each request before its blocks of the KV cache are freed: when it has finished, is
         aborted or preempted."""
@@ -163,16 +161,12 @@ class DecodeScheduler(CpuScheduler, AsyncScheduler):
         return {0: EngineCoreOutputs(outputs=outputs)}
 
     def _finish(self, request: Request) -> EngineCoreOutput:
-        """Free the request; return all of its tokens and log-probs."""
-        tokens = list(request._output_token_ids)
-        logprobs = np.array(self.logprobs.pop(request.request_id), np.float32)[:, None]
-        ranks = np.zeros(len(tokens), np.int64)
+        """Free the request; return all of its tokens, without their log-probs."""
         reason = request.get_finished_reason()
         self._free_request(request)
         return EngineCoreOutput(
             request_id=request.request_id,
-            new_token_ids=tokens,
-            new_logprobs=LogprobsLists(np.array(tokens)[:, None], logprobs, ranks),
+            new_token_ids=list(request._output_token_ids),
             finish_reason=reason,
             stop_reason=request.stop_reason,
         )

@@ -48,7 +48,10 @@ class EnginePart:
         """End a call of `RolloutEngine.run`."""
 
     def request(self, engine: "RolloutEngine", request: Request, call: EngineCall) -> None:
-        """Change the arguments of a request to vLLM."""
+        """Change the arguments of a request to vLLM.
+
+        Further samples of a prompt begin with the first sample's changed arguments and their own seed.
+        """
 
     def completion(
         self, engine: "RolloutEngine", internal_id: str, output: "CompletionOutput"

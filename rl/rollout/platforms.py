@@ -17,6 +17,8 @@ from rl.rollout.samples import Request
 from rl.runtime import start_up
 
 if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
     from rl.rollout.engine import RolloutEngine
 
 
@@ -30,6 +32,15 @@ class Platform(EnginePart):
         processor = engine.llm.llm_engine.output_processor.request_states[internal_id].logprobs_processor
         assert processor is not None and isinstance(processor.logprobs, FlatLogprobs)
         return processor.logprobs.logprobs
+
+    def logprobs_of(
+        self, engine: "RolloutEngine", internal_id: str, output: "CompletionOutput"
+    ) -> list[float]:
+        """Return the log-probs of a finished request's tokens. output: vLLM's, of the request."""
+        from vllm.logprobs import FlatLogprobs
+
+        assert isinstance(output.logprobs, FlatLogprobs)
+        return output.logprobs.logprobs
 
     def draft_options(self, engine: "RolloutEngine", speculation: dict) -> dict:
         """Return arguments of LLM for an engine with draft tokens. speculation: of its SpeculativeConfig."""
@@ -215,3 +226,9 @@ class Cpu(Platform):
         # This scheduler reports tokens only at the end of a request, vLLM's after each step.
         logprobs = engine.scheduler.logprobs.get(internal_id)
         return super().logprobs_so_far(engine, internal_id) if logprobs is None else logprobs
+
+    def logprobs_of(
+        self, engine: "RolloutEngine", internal_id: str, output: "CompletionOutput"
+    ) -> list[float]:
+        logprobs = engine.scheduler.logprobs.pop(internal_id, None)
+        return super().logprobs_of(engine, internal_id, output) if logprobs is None else logprobs

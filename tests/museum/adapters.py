@@ -106,10 +106,10 @@ def adapter_never_written(bug: Bug) -> None:
 
 @exhibit("verl-project/verl#5220", overrides=BESIDE)
 @caught_by(GAP, DIFFER)
-@replaces("vllm.v1.engine.llm_engine.LLMEngine.add_request")
-def requests_without_their_adapter(bug: Bug, add_request, self, *args, lora_request=None, **options):
+@replaces("vllm.v1.engine.input_processor.InputProcessor.process_inputs")
+def requests_without_their_adapter(bug: Bug, process_inputs, self, *args, lora_request=None, **options):
     """The engine applies an adapter only to requests that name it; rollouts ran with the base."""
-    return add_request(self, *args, **options)
+    return process_inputs(self, *args, **options)
 
 
 @exhibit(
@@ -124,12 +124,12 @@ def requests_without_their_adapter(bug: Bug, add_request, self, *args, lora_requ
     ),
 )
 @caught_by(GAP, r"LogprobMismatch: the engine's .* In a pass without the adapter")
-@replaces("vllm.v1.engine.llm_engine.LLMEngine.add_request")
+@replaces("vllm.v1.engine.input_processor.InputProcessor.process_inputs")
 def requests_without_their_adapter_in_bfloat16(
-    bug: Bug, add_request, self, *args, lora_request=None, **options
+    bug: Bug, process_inputs, self, *args, lora_request=None, **options
 ):
     """The gap stayed below the bound of rounding while the adapter was small, and grew with it."""
-    return add_request(self, *args, **options)
+    return process_inputs(self, *args, **options)
 
 
 @exhibit("NovaSky-AI/SkyRL#2250", overrides=BESIDE)
