@@ -21,7 +21,7 @@ def exchange(own: Sequence[Sample], device: Device, *, conversations: bool = Fal
     samples: list[Sample] = []
     for rank, content in enumerate(gather_bytes(encode(packed), device.torch)):
         found = unpack(decode(content), rank=rank)
-        if rank == dist.get_rank():
+        if packed["held"] and rank == dist.get_rank():
             found = [_with_held(sample, original) for sample, original in zip(found, own, strict=True)]
         samples += found
     return samples

@@ -125,17 +125,19 @@ class Segment:
         for name, values in completion.held.items():
             known = sum(len(s.held[name]) for s in before if name in s.held) if name in OF_CONTEXT else 0
             held[name] = values[known:]
+        is_sampled = np.ones(len(completion.token_ids), bool)
         return cls(
             completion.token_ids,
             completion.logprobs,
             completion.weight_versions,
             turn,
             held=held,
+            digest=segment_digest(completion.token_ids, is_sampled),
             context_digest=completion.context_digest,
             end=completion.end,
             seed=completion.seed,
             sampling=completion.sampling,
-        )._with_digest()
+        )
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, version: int, turn: int, source: str) -> "Segment":
