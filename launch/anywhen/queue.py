@@ -62,13 +62,16 @@ def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
 
 
 def is_cancelled_by_user(job: str) -> bool:
-    """Return whether this user cancelled a job; True if Slurm has no accounting, which knows it."""
+    """Return whether this user cancelled a job; True if Slurm has no accounting, which knows it.
+
+    Raises SlurmError while its accounting does not answer, or does not know it yet.
+    """
     try:
         found = slurm.run("sacct", "-X", "-n", "-P", "-j", job, "-o", "State")
-    except slurm.NoAnswer:
+    except slurm.SlurmError as error:
+        if re.search("storage is disabled|is not on this machine", str(error)):
+            return True
         raise
-    except slurm.SlurmError:
-        return True
     if not (by := re.search(r"CANCELLED by (\d+)", found)):
         raise slurm.SlurmError(f"sacct does not tell yet who cancelled job {job}; nothing is requested.")
     return int(by[1]) == os.getuid()

@@ -7,6 +7,7 @@
     000003-ended.json         its ranks ended: exit code, seconds of the job so far, seconds of a step
     000003-left.json          the job ended itself: its seconds
     000003-dropped.json       the run cancels the job while it waits: why Slurm holds it, newest checkpoint
+    000003-doubted.json       the job was cancelled, and Slurm is asked by whom
     000003-cancelled.json     the user or an administrator cancelled the job
     000003-stopped.json       the file stop was written after this request
     stop                      why no further job is requested, until the file is removed
@@ -57,6 +58,7 @@ class JobRecord:
     ended: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
     dropped: dict[str, Any] = field(default_factory=dict)
+    doubted: dict[str, Any] = field(default_factory=dict)
     cancelled: dict[str, Any] = field(default_factory=dict)
     stopped: dict[str, Any] = field(default_factory=dict)
 

@@ -29,6 +29,8 @@ LONGEST_WAIT_S = 1800.0
 """Maximum wait of a new job for the end of the job that trains."""
 POLL_S = 5.0
 """Seconds between two looks at the queue while a new job waits."""
+LONGEST_DOUBT_S = 3600.0
+"""Seconds for which Slurm is asked who cancelled a job. Nothing is requested until it tells."""
 SIGNAL_S = 20.0
 """Seconds between two signals to a job that is to stop."""
 LAST_TURNS, SILENT_TURNS = 6, 60
@@ -78,10 +80,12 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
     if own and own not in {job.id for job in queued}:
         raise slurm.SlurmError(f"squeue does not list job {own}, which runs; nothing is requested.")
     for job in jobs:
-        for name in (name for name, number in cancelled if number == job.number and job.job in (name, "")):
+        names = [name for name, number in cancelled if number == job.number and job.job in (name, "")]
+        for name in [*names, *job.doubted.get("job", "").split()][:1]:
             is_own = job.dropped and job.begun.get("time", 0.0) <= job.dropped["time"]
             if not job.cancelled and not is_own:  # by the user or an administrator
-                is_users = queue.is_cancelled_by_user(name)
+                job.doubted or note(directory, job.number, "doubted", job=name)
+                is_users = _is_cancelled_by_user(name, now - job.doubted.get("time", now))
                 if note(directory, job.number, "cancelled", by_user=is_users) and is_users:
                     record.stop(directory, f"job {name} was cancelled")
     _cancel(directory, unlaunched := [job for job in queued if job.held.startswith(queue.NO_LAUNCH)])
@@ -106,6 +110,16 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
         abs(now - jobs[-1].asked["time"]) if jobs else math.inf,  # a clock may have been ahead
         min(refused, 1) if ends else refused,
     )
+
+
+def _is_cancelled_by_user(job: str, asked_s: float) -> bool:
+    """Return whether the user cancelled a job; True if Slurm has not told for LONGEST_DOUBT_S."""
+    try:
+        return queue.is_cancelled_by_user(job)
+    except slurm.SlurmError:
+        if asked_s < LONGEST_DOUBT_S:
+            raise
+        return True
 
 
 def _cancel(directory: Path, jobs: Sequence[QueuedJob]) -> None:

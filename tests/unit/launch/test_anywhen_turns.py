@@ -520,6 +520,28 @@ def test_without_accounting_each_cancellation_is_the_users(hostile):
     assert f"job {first.id} was cancelled" in fake.turn()
 
 
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_cancellation_is_not_forgotten_while_accounting_is_down(hostile, comes_back):
+    """Slurm's queue forgets the job first. Without an answer for an hour, it was the user."""
+
+    def refuse(*_: object) -> str:
+        raise slurm.SlurmError("sacct failed: Problem talking to the database: Connection refused")
+
+    fake = hostile(JobLimits(jobs=2))
+    first, _ = two_jobs(fake)
+    fake._sacct = refuse
+    fake.later(300, lambda: fake.jobs.pop(first.id))
+    if comes_back:
+        fake.later(600, lambda: setattr(fake, "_sacct", lambda *_: f"CANCELLED by {os.getuid()}\n"))
+    known = list[str]()
+    fake.later(590, lambda: known.append(is_over(fake.directory, fake.plan)))
+    fake.end(first, "CANCELLED")
+    fake.sleep(2 * HOUR)
+    assert known == [""]
+    assert f"job {first.id} was cancelled" in fake.turn()
+    assert len(fake.requests) == 2 and not fake.live()
+
+
 def test_a_state_of_a_newer_slurm_that_waits_holds_the_job(hostile):
     fake = hostile(JobLimits(jobs=2))
     _, successor = two_jobs(fake)
