@@ -31,6 +31,8 @@ HELD = ("JobHeldAdmin", "JobHoldMaxRequeue", NO_LAUNCH)
 LOG_END = 1 << 20
 """Bytes at the end of a job's log in which Slurm's line about a cancellation is searched."""
 
+STDERR = Path("/proc/self/fd/2")
+
 
 def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
     """Return the run's jobs in the queue, those that end included, and ids and numbers of cancelled ones."""
@@ -82,12 +84,16 @@ def is_cancelled(plan: Plan, number: int, job: str) -> bool:
 
     If it pre-empts the job, for example, the line ends with DUE TO PREEMPTION.
     """
-    log = Path(plan.file).parent / f"{plan.name}-{number}-{job}.out"
-    if not log.exists():  # sbatch was given another --output
-        return False
+    # The own log has another path if sbatch was given another --output or --error.
+    logs = Path(plan.file).parent / f"{plan.name}-{number}-{job}.out", STDERR
+    line = re.compile(rb"JOB %s ON \S+ CANCELLED AT \S+ \*" % job.encode())
+    return any(line.search(_end(log)) for log in logs if log.is_file())
+
+
+def _end(log: Path) -> bytes:
     with log.open("rb") as file:
         file.seek(-min(LOG_END, log.stat().st_size), os.SEEK_END)
-        return re.search(rb"JOB %s ON \S+ CANCELLED AT \S+ \*" % job.encode(), file.read()) is not None
+        return file.read()
 
 
 def has_steps(job: str, is_ending: bool) -> bool:

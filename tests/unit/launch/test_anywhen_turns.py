@@ -360,6 +360,15 @@ def test_only_a_job_that_is_being_cancelled_requests_no_other(hostile, reason, o
     assert any(job.is_training for job in fake.live()) == (requests == 2)
 
 
+def test_a_job_is_being_cancelled_with_a_log_elsewhere(hostile, monkeypatch, tmp_path):
+    """sbatch was given another --output; the process that asks writes there, too."""
+    fake, log = hostile(JobLimits()), tmp_path / "other.out"
+    monkeypatch.setattr(queue, "STDERR", log)
+    assert not queue.is_cancelled(fake.plan, 1, "101")
+    log.write_text(CANCELLED.format("101", ""))
+    assert queue.is_cancelled(fake.plan, 1, "101") and not queue.is_cancelled(fake.plan, 1, "10")
+
+
 def test_after_a_cancelled_successor_the_job_trains_to_its_end(hostile):
     fake = hostile(JobLimits(jobs=2))
     first, successor = two_jobs(fake)
