@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module, Parameter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -70,8 +71,8 @@ class Shards:
         self._group, self.size = group, group.size()
         self._modules: set[Module] = set()
         """Modules whose parameters are gathered together."""
-        self._live: dict[int, tuple[Unit, int]] = {}
-        """Storage of a whole parameter in a pass -> its unit and index."""
+        self._live: dict[int, tuple[Unit, int, StorageWeakRef]] = {}
+        """Storage of a whole parameter in a pass -> its unit, its index, and what reserves the address."""
         self.sums = torch.zeros(3, dtype=torch.float64)
         """Three sums over the gradients of this rank's passes: before `reduce`, after it, and of the absolute
         values.
@@ -110,7 +111,7 @@ class Shards:
             finally:
                 for (place, name), shard in zip(unit.places, unit.shards, strict=True):
                     place[name] = shard
-                for tensor in whole:  # another storage may get the address
+                for tensor in whole:
                     self._live.pop(tensor.untyped_storage()._cdata, None)
 
         return gathered
@@ -118,7 +119,8 @@ class Shards:
     def _whole(self, unit: Unit) -> Sequence[Tensor]:
         whole: Sequence[Tensor] = _WholeUnit.apply(self, unit, *unit.shards)
         for index, tensor in enumerate(whole):
-            self._live[tensor.untyped_storage()._cdata] = unit, index
+            storage = tensor.untyped_storage()
+            self._live[storage._cdata] = unit, index, StorageWeakRef(storage)
         return whole
 
     def whole_of(self, module: Module) -> Sequence[Tensor]:
@@ -140,7 +142,7 @@ class Shards:
             of = self._live.get(tensor.untyped_storage()._cdata)
             if of is None:
                 return tensor
-            return _Packed(*of, tensor.shape, tensor.stride(), tensor.storage_offset())
+            return _Packed(*of[:2], tensor.shape, tensor.stride(), tensor.storage_offset())
 
         def unpack(kept: Tensor | _Packed) -> Tensor:
             if isinstance(kept, Tensor):
