@@ -428,6 +428,7 @@ def _activations(
             tokens=tokens,
             length=min(tokens, longest_sequence(config)),
             is_cpu=hardware.is_cpu,
+            targets=tuple(config.adapter.targets),
         )
         saved, working = found or (saved, working)
         if layout.shard > 1:  # the whole head

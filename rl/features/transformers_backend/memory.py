@@ -3,6 +3,7 @@
 import functools
 import json
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 import rl.training.rows  # noqa: F401, before Megatron
 from rl.config.schema import Training
 from rl.features.transformers_backend.model import ClassModel, ClassPolicy, ClassValues
+from rl.models import by_class
+from rl.models.adapters import LowRank, adapters
 from rl.training.attention import PackedRow
 from rl.training.rows import RowGroup, positions, row_attention, segments
 
@@ -80,7 +83,7 @@ def _grouped_product(a: Tensor, b: Tensor, offsets: Tensor, *_: Any, **__: Any) 
     return a.new_empty((*a.shape[:-1], b.shape[-1]) if b.dim() == 3 else (len(offsets), len(a), b.shape[-1]))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # a pass takes about 0.1 s for each layer
 def pass_bytes(
     hf: str,
     recompute: Any,
@@ -92,6 +95,7 @@ def pass_bytes(
     tokens: int,
     length: int,
     is_cpu: bool,
+    targets: tuple[str, ...] = (),
 ) -> tuple[int, int] | None:
     """Return the bytes that the layers keep for their backward pass, and the maximum that this pass adds.
 
@@ -99,16 +103,17 @@ def pass_bytes(
     chooses its operations by values, as a loop over the experts that have tokens does.
 
     hf: config.json. values: of a value model. rank: of the adapters; 0 without. shard: ranks that share a
-    copy. tokens: of a row, whose sequences have `length` tokens.
+    copy. tokens: of a row, whose sequences have `length` tokens. targets: adapter.targets.
     """
     weights = SimpleNamespace(groups=SimpleNamespace(tp=CopyRanks(shard, is_cpu)), tp=shard)
     grid: Any = SimpleNamespace(groups=SimpleNamespace(tp=CopyRanks(1)), with_shards=lambda: weights)
+    pairs = adapters(by_class.weights(json.loads(hf)), rank=rank, targets=targets) if rank else []
     with META:
         kind = functools.partial(ClassValues, values=True) if values else ClassPolicy
         model = kind(json.loads(hf), Training(recompute=recompute), getattr(torch, dtype), grid)
         model.shards.sums = torch.zeros(3, dtype=torch.float64)
         if rank:
-            _adapt(model, rank)
+            _adapt(model, pairs, rank)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_add_and_free)
@@ -144,14 +149,14 @@ def _add_and_free(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _adapt(model: ClassModel, rank: int) -> None:
-    """Freeze the model and add adapters to all linear layers, as `rl.features.adapters` does."""
+def _adapt(model: ClassModel, pairs: Sequence[LowRank], rank: int) -> None:
+    """Freeze the model and add its adapters, as `rl.features.adapters` does."""
     model.requires_grad_(False)
     model.embedding.register_forward_hook(lambda _, __, out: out.requires_grad_())
-    for part in (part for layer in model.layers for part in layer.modules()):
-        if isinstance(part, torch.nn.Linear):
-            a, b = torch.empty(rank, part.in_features), torch.empty(part.out_features, rank)
-            pair = [x.to(part.weight.dtype).requires_grad_() for x in (a, b)]
-            part.register_forward_hook(
-                lambda _, args, out, a=pair[0], b=pair[1]: out + linear(linear(args[0], a), b)
-            )
+    for pair in pairs:
+        part = model.language_model.get_submodule(pair.module)
+        a, b = torch.empty(rank, part.in_features), torch.empty(part.out_features, rank)
+        own = [x.to(part.weight.dtype).requires_grad_() for x in (a, b)]
+        part.register_forward_hook(
+            lambda _, args, out, a=own[0], b=own[1]: out + linear(linear(args[0], a), b)
+        )
