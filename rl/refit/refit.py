@@ -145,7 +145,8 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
     values, held = group.values, group.held
 
     def sums() -> dict[str, float]:
-        return {name: float(tensor.detach().double().sum()) for name, tensor in held.items()}
+        # vLLM does not initialise memory that no weight reaches: there may be NaN.
+        return {name: float(tensor.detach().double().nansum()) for name, tensor in held.items()}
 
     before = sums()
     try:
@@ -155,12 +156,16 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
         raise RefitMismatch(
             f"vLLM's loader refuses the weights of this model ({type(error).__name__}: {cause}); {NO_CLASS}"
         ) from error
-    after = sums()
+    last = after = sums()
+    changed = set[str]()
     unknown = [weight for weight in group.weights if weight.vllm not in held]
     for weight in one_of_each_kind(unknown, lambda weight: weight.hf[0]):
-        last = sums()
-        engine.load_weights((name, tensor + 2) for name, tensor in values.gathered([weight]))
-        if not any_rank(last != sums()):
+        changed.update(weight.hf)
+        # All of its layer, because all tensors of a module of vLLM must be loaded together.
+        layer = [own for own in group.weights if own.layer == weight.layer]
+        engine.load_weights((name, tensor + 1 + (name in changed)) for name, tensor in values.gathered(layer))
+        before_it, last = last, sums()
+        if not any_rank(before_it != last):
             raise RefitMismatch(f"vLLM's model computes without {weight.hf[0]}; {NO_CLASS}")
     engine.load_weights(values.gathered(group.weights))
     numbers = differing(planned.equality, part.sources, part.destinations, engine.device.torch)

@@ -1,0 +1,59 @@
+"""Which weights vLLM computes without, found by changing one weight of each kind."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import rl.training  # noqa: F401  (before megatron.core)
+from rl.refit import refit
+from rl.refit.gather import RefitMismatch
+
+PARTS = ["q_proj.weight", "k_proj.weight", "k_proj.bias"]
+
+
+class Engine:
+    """Joins the parts of each layer. Memory that no load reaches holds anything, also NaN."""
+
+    device = SimpleNamespace(torch=torch.device("cpu"))
+
+    def __init__(self, left_out: tuple[str, ...]) -> None:
+        self.left_out, self.num_loads = left_out, 0
+        self.held = {f"layers.{layer}.qk": torch.zeros(4) for layer in range(2)}
+
+    def load_weights(self, weights) -> None:
+        self.num_loads += 1
+        given = dict(weights)
+        for layer in {name.split(".")[1] for name in given}:
+            joined = torch.full((4,), float(self.num_loads))
+            joined[3] = float("nan")
+            for place, part in enumerate(PARTS):
+                name = f"layers.{layer}.{part}"
+                if part in self.left_out:
+                    joined[place] = 0
+                elif name in given:
+                    joined[place] = given[name]
+            self.held[f"layers.{layer}.qk"].copy_(joined)
+
+
+@pytest.mark.parametrize("left_out", [(), ("k_proj.bias",), ("k_proj.weight",)])
+def test_a_weight_that_the_engine_leaves_out_is_found(monkeypatch, left_out):
+    monkeypatch.setattr(refit, "any_rank", bool)
+    monkeypatch.setattr(refit, "gather_objects", lambda own: [own])
+    monkeypatch.setattr(refit, "differing", lambda *_: [])
+    weights = [
+        SimpleNamespace(hf=(f"layers.{layer}.{part}",), vllm=f"layers.{layer}.{part}", layer=layer)
+        for layer in range(2)
+        for part in PARTS
+    ]
+    engine = Engine(left_out)
+    values = SimpleNamespace(gathered=lambda own: ((weight.hf[0], torch.tensor(3.0)) for weight in own))
+    planned = SimpleNamespace(equality=None, in_place=[], is_new=True)
+    group = SimpleNamespace(weights=weights, values=values, held=engine.held)
+    part = SimpleNamespace(group=group, planned=planned, sources={}, destinations={})
+    if left_out:
+        with pytest.raises(RefitMismatch, match=rf"computes without layers\.\d\.{left_out[0]}"):
+            refit._prove_description(engine, part, 512)
+    else:
+        refit._prove_description(engine, part, 512)
+        assert not planned.is_new
