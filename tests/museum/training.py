@@ -139,7 +139,7 @@ def reference_is_the_trained_model(bug: Bug, reference_weights, self):
 
 @exhibit("huggingface/trl#2042", overrides=("objective.kl_coef=0.01",), at=1)
 @caught_by(
-    "passes of the reference",
+    "passes of other models",
     r"LogprobMismatch: (before the first update|reference check: .* or a pass is random)",
 )
 def dropout_in_the_reference_pass(bug: Bug) -> None:
