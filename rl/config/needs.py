@@ -1,4 +1,4 @@
-"""What a run does and needs, by its config: an engine, rewards, a reference, a teacher, held-out prompts."""
+"""Whether a run of a config learns, and whether it needs an engine, rewards, a reference, a teacher, ..."""
 
 from rl.config.declarations import Algorithm, describe
 from rl.config.schema import Config

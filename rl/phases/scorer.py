@@ -177,7 +177,7 @@ class Scorer:
         """
         render = partial(_conversation, self.tokenizers["reward_model"])
         ids = gather_by_rank([render(*response) for response in own])
-        check_places(ids, _again(render, others, self.tokenizers["reward_model"]), "reward model")
+        check_places(ids, _rendered_again(render, others, self.tokenizers["reward_model"]), "reward model")
         # One dummy response token: its value is read at the last token of the conversation.
         end = np.zeros(1, np.int32)
         count = len(ids)
@@ -212,7 +212,7 @@ class Scorer:
             return _question(tokenizer, judge.template.format(ground_truth=prompt.ground_truth, **parts))
 
         ids = gather_by_rank([render(*response) for response in own])
-        check_places(ids, _again(render, others, tokenizer), "judge")
+        check_places(ids, _rendered_again(render, others, tokenizer), "judge")
         asked = [i for i, tokens in enumerate(ids) if len(tokens) <= judge.max_prompt_tokens]
         sampling = Sampling(1, judge.max_response_tokens, temperature=judge.temperature)
         questions_asked = [ids[i] for i in asked]
@@ -323,7 +323,7 @@ def _parts(prompt: Prompt, response: str, chat: Messages) -> dict[str, str]:
     return {"prompt": transcript(chat[:start]), "response": transcript(chat[start:])}
 
 
-def _again(
+def _rendered_again(
     render: Callable[..., np.ndarray], others: dict[int, Response], tokenizer: PreTrainedTokenizerBase
 ) -> dict[int, np.ndarray]:
     """Return the tokens of other ranks' responses by their sample; none if the chat template writes the time,

@@ -70,5 +70,5 @@ def score_of_the_trajectory_before(bug: Bug, finish, self, session, values):
 @caught_by(ANSWERS, r"WrongAnswer: the environment of trajectory .* began with another row or seed")
 @replaces("rl.features.agents.pool.EnvironmentPool.open")
 def each_sample_of_a_group_has_its_own_task(bug: Bug, open_, self, session, row, **options):
-    """What the environments of a group should share was drawn anew for each sample."""
+    """Each sample of a group got a task of its own, although a group compares answers to one task."""
     open_(self, session, row | {"seed": row["seed"] + len(self._sessions)}, **options)

@@ -217,7 +217,7 @@ def user_order_begins_again_after_a_resume(bug: Bug, check_order, *args, **optio
 @exhibit("lqtrung1998/mwp_ReFT#26", overrides=("algorithm=ppo",), at=0)
 @caught_by(START, r"ChangedSinceStart: critic learns, but checkpoints have only policy: a resumed run would")
 def critic_that_no_checkpoint_has(bug: Bug) -> None:
-    """A model that learned with the policy was not saved, and began anew in resumed runs."""
+    """Checkpoints had no critic, so that a resumed run trained a new critic."""
     from rl.engines.engines import Engines
 
     bug.acts()

@@ -1,4 +1,4 @@
-"""What a run needs by its config, in rl/config/needs.py."""
+"""Whether a run of a config needs early log-probs and other things (rl/config/needs.py)."""
 
 from rl.config.declarations import describe
 from rl.config.needs import needs_early_logprobs
