@@ -107,6 +107,7 @@ def hardware_of(found: dict[str, float], ranks: int) -> Hardware:
         cores_per_rank=min(1.0, CORES / ranks),
         engine_step_ms=1e3 * (found["decode_1"] - reading),
         engine_sample_ms=1e3 * max(0.0, samples) / (sequences - 1),
+        process_gib=found["process"] / GIB,
         host_memory_gib=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
     )
 
@@ -173,6 +174,7 @@ def measure_rank(model: str, dtype: Dtype) -> dict[str, float]:
     from rl.data.batch import Batch
     from rl.dry_run.shape import models_of
     from rl.engines.engines import build_policy
+    from rl.faults.process import resident_bytes
     from rl.models import read_hf_config
     from rl.phases.policy_gradient import policy_loss
     from rl.rollout.engine import RolloutEngine
@@ -203,11 +205,16 @@ def measure_rank(model: str, dtype: Dtype) -> dict[str, float]:
     def token_ids(length: int, number: int = 0) -> np.ndarray:
         return (np.arange(length, dtype=np.int32) + number) % 90 + 6
 
-    with session(ranks) as device:
+    def rates() -> tuple[float, float]:
+        """Return the operations per second of a large matrix product, and the bytes of a copy."""
         x, w = (torch.randn(*shape, dtype=DTYPES[dtype]) for shape in ((2048, width), (width, inner)))
-        out["product"] = 2 * 2048 * width * inner / seconds(lambda: x @ w, together, 20)
+        product = 2 * 2048 * width * inner / seconds(lambda: x @ w, together, 20)
         big, copy = torch.zeros(2, 16 * MIB)
-        out["copy"] = 2 * 64 * MIB / seconds(lambda: copy.copy_(big), together)
+        return product, 2 * 64 * MIB / seconds(lambda: copy.copy_(big), together)
+
+    with session(ranks) as device:
+        out["product"], out["copy"] = rates()
+        out["process"] = resident_bytes()
         grid = build_grid(tp=1, pp=1, cp=1, ep=1, etp=1, vpp=1, seed=1)
         trainer = build_policy(config, hf, grid, device)
         loss = policy_loss(config)
