@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rl.runtime.collectives import gather_objects
+from rl.runtime.collectives import gather_texts
 from rl.training.gradients import ReductionProbe, WrongReduction, check_clipped, clipped_norms, num_not_zero
 from rl.training.optimizer import StateSample, WrongStep
 from rl.training.parts import TrainerPart
@@ -24,7 +25,7 @@ def is_sampled(number: int) -> bool:
 
 
 class StepAudit(TrainerPart):
-    """Checks the reduction and clipping of the gradient, and the state of the optimizer, in every update.
+    """Checks reduction and clipping of the gradient, and state and arithmetic of the optimizer.
 
     Raises WrongReduction, StateChanged and WrongStep on every rank.
     """
@@ -67,17 +68,16 @@ class StepAudit(TrainerPart):
         if not_zero:
             raise WrongReduction(
                 f"{not_zero:.0f} sampled elements of the gradient buffers were not 0 before the first "
-                "micro-batch of an update: they hold gradients of an earlier update or other values, which "
-                "would be added to the gradient."
+                "micro-batch of an update, for example gradients of an earlier update."
             )
         self._probe.check(numbers[:num_probed])
         check_clipped(clipped, self._adam.clip_grad)
         if num_wrong:
-            found = enumerate(gather_objects(self._state.describe()))
-            texts = [f"on rank {rank} {text}" for rank, text in found if text]
+            own = self._state.describe()
+            texts = gather_texts([f"on rank {dist.get_rank()} {own}"] if own else [])
             raise WrongStep(
                 "an update did not change sampled elements as AdamW with the keys of the config does: "
-                f"{'; '.join(texts)}. The groups of the optimizer have another decay, rate or beta, another "
-                "step for the bias correction, moments are rounded with a bias, or the kernel is wrong."
+                f"{'; '.join(texts)}. Groups of the optimizer have another decay, rate, beta or step, or "
+                "moments are rounded with a bias."
             )
         self.has_moved = moved > 0

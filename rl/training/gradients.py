@@ -114,10 +114,8 @@ def _finalize_without_division(model: Any, num_tokens: torch.Tensor | None = Non
 
 NORM_TOLERANCE = 1e-3
 """Maximum relative difference between the expected and the actual norm; norms are summed in float32."""
-ADDED = 1e-6
-"""Number that Megatron adds to the norm before dividing by it (`clip_grad_by_total_norm_fp32`)."""
-SMALLEST = 1e-12
-"""Norm below which the squares of a large model's gradients are not representable in float32."""
+ADDED, SMALLEST = 1e-6, 1e-12
+"""Number that Megatron adds to the norm before dividing by it, and norm whose squares float32 lacks."""
 COPIES = 2.0**-10
 """Maximum relative difference between the gradients of copies; ranks may add up in another order."""
 SOME = 1 << 18
@@ -161,14 +159,12 @@ def first_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Watched:
-    """A weight whose gradient is compared, as this rank sees it. About ELEMENTS elements are added up.
+    """A weight whose gradient is compared: about ELEMENTS of its elements are added up.
 
-    row: number of the weight's kind. parameter: with `main_grad`, which Megatron adds. share: factor of this
-    rank's gradient in the sum over ranks (`part_of`). code: a factor that keeps errors of different weights
-    from cancelling each other.
+    row: number of the weight's kind. parameter, share: as `part_of` returns them. code: a factor that keeps
+    errors of different weights from cancelling each other.
     """
 
-    name: str
     row: int
     parameter: Any
     share: float
@@ -194,14 +190,11 @@ class Watched:
 
 
 class ReductionProbe:
-    """Compares reduced gradients with the gradients of all ranks' backward passes.
+    """Compares reduced gradients with those of all ranks' backward passes, in one sum per kind of weight.
 
-    If a reduction is left out, done twice or divided, the replicas of the weights are still equal, so that no
-    comparison of weights finds the error. There is one sum for each kind of weight (`kind_of`).
-
-    With overlapped reduction, a hook of the parameter reads the unreduced gradient of one weight of each kind
-    per update. It does not see what Transformer Engine's products add to the gradient directly
-    (`_accumulate_in_products`). Building a probe is collective over the world.
+    With overlapped reduction, a hook reads the unreduced gradient of one weight of each kind per update. It
+    does not see what Transformer Engine's products add directly (`_accumulate_in_products`). Building a probe
+    is collective over the world.
     """
 
     def __init__(self, learned: WeightMap, wrapped: Sequence[DistributedDataParallel]) -> None:
@@ -226,7 +219,7 @@ class ReductionProbe:
             parameter, share = part_of(learned, weight, config)
             if parameter is not None:
                 row = list(self._members).index(kind_of(name))
-                self._watched[name] = Watched(name, row, parameter, share, 1.0 + number % 7)
+                self._watched[name] = Watched(row, parameter, share, 1.0 + number % 7)
         self.num_sums = 5 * len(self._members)
         """Number of elements of `sums`."""
         if self._overlaps:
@@ -250,54 +243,35 @@ class ReductionProbe:
             watched.found.clear()
 
     def sums(self, optimizer: MegatronOptimizer) -> torch.Tensor:
-        """Return this rank's terms for `check`, float64 [num_sums], to be summed over the world.
-
-        Call it between the preparation of the gradients and the optimizer's step.
-        """
+        """Return this rank's terms for `check`, float64 [num_sums], between `prepare_grads` and the step."""
         sums = torch.zeros(len(self._members), 5, dtype=torch.float64, device=self._learned.device)
         mains = {parameter: main for parameter, main, _ in main_weights(optimizer)}
         counted = counted_parameters(self._learned)
-        terms: list[list[list[torch.Tensor]]] = [[[], [], []] for _ in self._members]
-        """For each kind what was found, and the reduced gradients of counted weights and of copies."""
-        numbers = [0] * len(terms)
         for name, watched in self._watched.items():
-            if not watched.is_on:
-                continue
-            found, of_counted, of_copies = terms[watched.row]
-            found += watched.found
-            numbers[watched.row] = max(numbers[watched.row], len(watched.found))
-            own, is_copy = watched.parameter, name in self._copies
-            if (own in counted or is_copy) and (part := owned_part(optimizer, own)) is not None:
+            row, own = sums[watched.row], watched.parameter
+            if watched.found:
+                row[:2] += torch.stack(watched.found).sum(0)
+                row[2].clamp_(min=len(watched.found))
+            if watched.is_on and (part := owned_part(optimizer, own)) is not None:
                 reduced = watched.reduced(gradient_of(mains[own]).view(-1), part.start)
-                of_counted += [reduced] * (own in counted)
-                of_copies += [reduced * self._copies[name]] if is_copy else []
-        for row, number, (found, of_counted, of_copies) in zip(sums, numbers, terms):
-            if found:
-                row[:2], row[2] = torch.stack(found).sum(0), number
-            for place, values in ((3, of_counted), (4, of_copies)):
-                if values:
-                    row[place] = torch.stack(values).sum()
+                row[3] += reduced * (own in counted)
+                row[4] += reduced * self._copies.get(name, 0.0)
         return sums.view(-1)
 
     def check(self, sums: list[float]) -> None:
-        """Raise WrongReduction if two sums differ by more than the rounding of float32 sums.
-
-        sums: `sums`, summed over the world.
-        """
+        """Raise WrongReduction if two sums differ by more than rounding. sums: `sums`, over the world."""
         for name, row in zip(self._members, range(0, len(sums), 5)):
             own, size, terms, reduced, copies = sums[row : row + 5]
             rounding = 4 * sqrt(terms) * torch.finfo(torch.float32).eps * size
             if not abs(copies) <= max(rounding, COPIES * size):
                 raise WrongReduction(
                     f"the tensor parallel ranks have other gradients for their copies of {name}, by "
-                    f"{copies:.3g} of {size:.3g}: the gradient is not summed over these ranks, so that the "
-                    "copies drift apart."
+                    f"{copies:.3g} of {size:.3g}: the gradient is not summed over these ranks."
                 )
             if not abs(own - reduced) <= rounding:  # or NaN
                 raise WrongReduction(
                     f"the gradients of {name} on all ranks add up to {own:.6g}, but the reduced gradient to "
-                    f"{reduced:.6g}: it was not summed exactly once over the data parallel ranks, or changed "
-                    "before the optimizer read it."
+                    f"{reduced:.6g}: it was not summed exactly once over data parallel ranks, or changed."
                 )
 
 
@@ -307,14 +281,9 @@ def counted_parameters(learned: WeightMap) -> set[torch.Tensor]:
 
 
 def num_not_zero(wrapped: Sequence[DistributedDataParallel]) -> torch.Tensor:
-    """Return how many of some elements of each gradient buffer are not 0, float64 [], without a sync.
-
-    Before the first micro-batch of an update there must be none: gradients of an earlier update would count
-    again, and so would reference weights, which passes copy there.
-    """
-    counts = [
-        (flat[:: max(1, len(flat) // (16 * ELEMENTS))] != 0).sum() for flat in gradient_buffers(wrapped)
-    ]
+    """Return how many of some elements of each gradient buffer are not 0, float64 [], without a sync."""
+    buffers = gradient_buffers(wrapped)
+    counts = [(flat[:: max(1, len(flat) // (16 * ELEMENTS))] != 0).sum() for flat in buffers]
     return torch.stack(counts).sum().double() if counts else torch.zeros((), dtype=torch.float64)
 
 
@@ -322,11 +291,10 @@ def num_not_zero(wrapped: Sequence[DistributedDataParallel]) -> torch.Tensor:
 def clipped_norms(
     optimizer: MegatronOptimizer, learned: WeightMap, norm: float, num_changed: torch.Tensor
 ) -> torch.Tensor:
-    """Return this rank's terms for `check_clipped`, float64 [1 + 2 world].
+    """Return this rank's terms for `check_clipped`, float64 [1 + 2 world], after the optimizer's step.
 
     Element 0 is the squared norm of this rank's clipped gradients, without copies that another rank counts.
-    Element 1 + rank is `norm`, the norm that the rank clipped by. Element 1 + world + rank is `num_changed`
-    (`StateSample`). Call it after the optimizer's step. Not collective.
+    Element 1 + rank is `norm`, the norm that the rank clipped by. Element 1 + world + rank is `num_changed`.
     """
     counted, rank, world = counted_parameters(learned), dist.get_rank(), dist.get_world_size()
     gradients = [gradient_of(main) for parameter, main, _ in main_weights(optimizer) if parameter in counted]
@@ -338,10 +306,8 @@ def clipped_norms(
 
 
 def check_clipped(found: Sequence[float], limit: float) -> None:
-    """Check the norm of the clipped gradient, and that only updates changed the optimizer's state.
-
-    Raises WrongReduction if the norm does not follow from the norm that a rank clipped by. Raises
-    StateChanged if sampled elements of the state have changed since the last update. Not collective.
+    """Raise WrongReduction unless the clipped norm follows from the norm that each rank clipped by, and
+    StateChanged if sampled elements of the optimizer's state have changed since the last update.
 
     found: `clipped_norms`, summed over the world. limit: `clip_grad` of the optimizer; 0: no clipping.
     """
@@ -350,8 +316,7 @@ def check_clipped(found: Sequence[float], limit: float) -> None:
         if number:
             raise StateChanged(
                 f"{number:.0f} sampled elements of the optimizer's moments and master weights on rank {rank} "
-                "have changed since its last update: offloading, a refit or another part of the program "
-                "wrote to them."
+                "have changed since its last update: for example, offloading wrote to them."
             )
     for rank, norm in enumerate(found[1 : 1 + world]):
         expected = norm * min(1.0, limit / (norm + ADDED)) if limit else norm
@@ -359,6 +324,5 @@ def check_clipped(found: Sequence[float], limit: float) -> None:
             raise WrongReduction(
                 f"rank {rank} found a gradient norm of {norm:.6g}, so with optimizer.clip_grad={limit:g} the "
                 f"clipped gradient of the whole model has the norm {expected:.6g}, but it has {size:.6g}: "
-                "the norm is not that of all ranks' gradients, was not used, or counts weights that do not "
-                "learn."
+                "the norm is of other ranks, was not used, or counts weights that do not learn."
             )

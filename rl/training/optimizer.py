@@ -21,8 +21,7 @@ MASTER = "master"
 IN_HOST = "in_host"
 """Key in an optimizer's defaults: the ids of the main weights whose state is in host memory."""
 DEVIATE, BIAS = 7.0, 2.0**-5
-"""Maximum bias of stochastically rounded moments: in standard deviations, exceeded once in 4e11 tests, and in
-units of the last place, for the error of 1 - beta in float32."""
+"""Maximum bias of rounded moments: in standard deviations, and in units of the last place for 1 - beta."""
 SAMPLED = 256
 """Approximate number of elements of each tensor that `StateSample` compares."""
 RELATIVE = 1e-3
@@ -169,11 +168,8 @@ class WrongStep(RuntimeError):
 
 
 class StateSample:
-    """Checks changes of about SAMPLED elements of each weight and of its moments.
-
-    Only updates may change the elements, and an update must change them as AdamW does (arXiv:1711.05101,
-    algorithm 2). For some updates, AdamW is computed a second time, with the config's keys and in float64.
-    Weights of one dimension do not decay, for example the weights of norms and biases.
+    """Checks that only updates change about SAMPLED elements of each weight and its moments, and as AdamW
+    does (arXiv:1711.05101, algorithm 2; weights of one dimension do not decay).
 
     adam: the optimizer's section of the config. names: names of the parameters, for the messages.
     """
@@ -191,10 +187,7 @@ class StateSample:
         self._noted = None
 
     def num_changed(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
-        """Return the number of elements that changed since the last update, int64 [], without a sync.
-
-        Call it before each update.
-        """
+        """Return, before an update, the number of elements that changed since the last one, int64 []."""
         self._before = self._elements(optimizer, device)
         if self._noted is None or self._noted.shape != self._before.shape:
             return torch.zeros((), dtype=torch.int64, device=device)
@@ -205,8 +198,7 @@ class StateSample:
     ) -> tuple[Tensor, Tensor]:
         """Return how many elements the update did not change as AdamW does, and how many weights it changed.
 
-        Call it after each update. lr: the learning rate. compares: whether to compute AdamW. Returns int64 []
-        both.
+        Both are int64 []. lr: the learning rate. compares: whether to compute AdamW.
         """
         before, self._before = self._before, None
         assert before is not None
@@ -248,8 +240,7 @@ class StateSample:
             self._rows.append((parameter, main, [own, *moments]))
         columns = []
         for views in zip(*(own for *_, own in self._rows)):
-            # Only state in host memory is moved. For a tensor on the device, `to` would count as a wait for
-            # the device.
+            # For a tensor that is on the device, `to` would count as a wait for the device.
             moved = [x if x.device == device else x.to(device, non_blocking=True) for x in views]
             columns.append(torch.cat(moved).double())
         return torch.stack(columns) if columns else torch.zeros(3, 0, dtype=torch.float64, device=device)
@@ -264,9 +255,8 @@ def gradient_of(main: Tensor) -> Tensor:
 def _is_biased(rounded: Tensor, exact: Tensor) -> Tensor:
     """Return whether numbers were not rounded to bfloat16 stochastically, bool [2]. Both float64 [2, n].
 
-    The error then has the mean 0 and the variance f (1 - f), for each distance f of the exact number from the
-    one below, in units of the last place. Its mean is not 0 if too few are rounded up, and its mean times
-    f - 1/2 is not 0 if numbers are rounded to nearest.
+    The error must have the mean 0 and the variance f (1 - f), with the distance f of the exact number from
+    the one below, in units of the last place. If rounded to nearest, its mean times f - 1/2 is not 0.
     """
     unit = 2.0 ** exact.clamp(min=1e-30).log2().floor() * torch.finfo(torch.bfloat16).eps
     error, f = (rounded - exact) / unit, (exact / unit) % 1
@@ -295,12 +285,9 @@ def step_counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:
 def _adamw(
     before: Tensor, gradient: Tensor, decays: Tensor, adam: Optimizer, lr: float, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Return weights and moments after a step, and the largest error of float32 arithmetic.
+    """Return weights and moments after a step, and the largest error of float32 arithmetic, float64 [3, n].
 
-    Both are float64 [3, n].
-
-    before: weights and moments before the step. gradient: after clipping, [n]. decays: whether a weight
-    decays, bool [n].
+    before: weights and moments before the step. gradient: after clipping, [n]. decays: bool [n].
     """
     (weight, mean, square), gradient = before, gradient.double()
     beta1, beta2 = adam.beta1, adam.beta2

@@ -60,7 +60,6 @@ AUDITS: dict[str, tuple[str, ...]] = {
     "rl/training/gradients.py": (
         "NORM_TOLERANCE",
         "ADDED",
-        "SMALLEST",
         "COPIES",
         "ELEMENTS",
         "WrongReduction",
