@@ -1,8 +1,7 @@
 """The cost of the comparison of the backward pass. The dry run reads this file too, so it imports nothing."""
 
 COST = 0.01
-"""Largest cost of the comparison, relative to the cost of a step. Generating and learning from T response
-tokens counts as a forward pass over at least 4 T tokens."""
+"""Largest cost relative to a step. T response tokens count as a forward pass over at least 4 T tokens."""
 TOKENS = range(8, 512)
 """Possible numbers of tokens in a pass, including prompts."""
 DIRECTIONS = 5
@@ -10,9 +9,9 @@ DIRECTIONS = 5
 
 
 def slope_passes(response_tokens: int, missing: int = DIRECTIONS) -> tuple[int, int]:
-    """Return the number of tokens of a pass, and the number of directions to measure in this step.
+    """Return the number of tokens of a pass, and of directions to measure. missing: those not measured yet.
 
-    A gradient counts as three forward passes, and a direction as four. missing: directions not measured yet.
+    A gradient counts as three forward passes, and a direction as four.
     """
     budget = int(COST * 4 * response_tokens)
     tokens = min(max(budget // 7, TOKENS.start), TOKENS.stop)

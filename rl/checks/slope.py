@@ -1,19 +1,13 @@
 """Checks the backward pass of the model: compares its gradient with differences of its log-probs.
 
-A layer that has its own backward pass (attention over context parallel ranks, a fused kernel, the experts,
-the head) may have wrong gradients although its outputs are right. All other comparisons of an update start
-from these gradients.
+A weight w is changed to w + h s and to w - h s. The difference of the two mean log-probs must be the one that
+the gradient of w gives. A second difference, with h / 2, has a quarter of the error, so the distance between
+the two differences is tolerated. Errors of all layers reach the norms of a first layer (in a model with
+adapters B, or DoRA's magnitudes).
 
-After each start, a weight w is changed to w + h s and to w - h s. The difference of the two mean log-probs
-must be the one that the gradient of w gives. A second difference, with h / 2, has a quarter of the error, so
-the distance between the two differences is tolerated. The weights are the norms of a first layer before
-attention and before the MLP or the experts: errors of this and of all later layers reach them. In a model
-with adapters they are B of the adapters there, or DoRA's magnitudes.
-
-The signs s are those of the gradient, or random. Along its own signs the change is the largest, so a factor
-shows even in bfloat16. Random signs show a part that the gradient lacks. In one more direction, a weight of
-each kind is scaled by an amount for which its gradient gives the same change for all kinds; a weight whose
-gradient is lost is scaled the most.
+The signs s are those of the gradient, along which a factor shows even in bfloat16, or random, which shows a
+part that the gradient lacks. In one more direction a weight of each kind is scaled by an amount for which its
+gradient gives the same change for all kinds; a weight whose gradient is lost is scaled the most.
 """
 
 import math
@@ -43,11 +37,9 @@ from rl.training.model import Packed
 from rl.training.packing import MicroBatch
 
 DIRECTIONS: list[tuple[int, int] | None] = [(0, 0), None, (1, 0), (0, 1), (1, 1)]
-"""Index of the weight, and seed of its random signs; 0: the signs of the gradient. None: weights of all kinds
-are scaled. All are measured in the first step if their passes cost little (`rl.checks.cost`)."""
+"""Index of the weight, and seed of its random signs; 0: the gradient's. None: all kinds are scaled."""
 STEP = {torch.float32: 2.0**-7, torch.bfloat16: 2.0**-3}
-"""Largest step h by dtype, relative to the mean absolute weight of a norm, far above the distance of two
-neighbouring numbers."""
+"""Largest step h by dtype, relative to the mean absolute weight of a norm."""
 CHANGE = {torch.float32: 0.05, torch.bfloat16: 0.4}
 """Change of the mean log-prob above which the step is smaller, in nats; for a norm at least STEP / 2."""
 SCALE = 0.01
@@ -57,19 +49,16 @@ LOST = 0.125
 ERRORS = 40
 """Number of standard errors that the change need not exceed: a smaller change is closer to linear."""
 TOLERANCE = {torch.float32: (0.01, 0.05), torch.bfloat16: (0.12, 0.25)}
-"""Maximum distance of the measured from the expected changes, relative to their size: along the signs of the
-gradient, and along random signs."""
+"""Maximum relative distance of measured and expected changes: along the gradient's signs, and random ones."""
 NONLINEAR = 0.25
-"""Maximum distance between the changes with h and with h / 2, relative to their size. Above it nothing is
-compared: with a low temperature, log-probs may be far from linear."""
+"""Maximum relative distance of the changes with h and with h / 2, above which nothing is compared."""
 GAP = 0.1
-"""Difference of log-probs that rounding causes, as a share of its bound (`rounding_limit`). Right runs stay
-below it."""
+"""Difference of log-probs that rounding causes in right runs, as a share of its bound (`rounding_limit`)."""
 INDEPENDENT = 256
 """Maximum number of tokens whose rounding errors count as independent: equal tokens are rounded equally."""
 CUT = 160
-"""Maximum number of tokens that are kept of a prompt (the last ones) and of a response (the first ones). It
-is so large that attention divides the groups of samples that share a prompt (`rl.training.rows`)."""
+"""Maximum number of tokens that are kept of a prompt (the last ones) and of a response (the first ones), so
+large that attention divides the groups of samples that share a prompt (`rl.training.rows`)."""
 SHORT = 64
 """Number of tokens up to which a sample with recorded experts is not shortened, also in a small step."""
 NORMS = r"(input|post_attention|pre_feedforward)_layernorm"
@@ -84,9 +73,8 @@ class WrongBackward(RuntimeError):
 class Slope(NamedTuple):
     """Changes of the mean log-prob along one direction of some weights.
 
-    along: SIGNS, RANDOM or SCALES. coarse: half of the change from w - h s to w + h s. fine: change from
-    w - h s / 2 to w + h s / 2. expected: `fine` according to the gradient. error: standard error of `fine`
-    that rounding causes.
+    along: SIGNS, RANDOM or SCALES. coarse: half of the change with h. fine: change with h / 2. expected:
+    `fine` by the gradient. error: standard error of `fine` that rounding causes.
     """
 
     names: str
@@ -98,23 +86,17 @@ class Slope(NamedTuple):
 
 
 class WeightMove(NamedTuple):
-    """How a weight moves, as this rank sees it.
-
-    parameter, gradient, share: as `TrainingEngine.gradients` returns them. path: the largest change of the
-    weight's `first_rows`, float64; None if this rank learns no part of the weight.
-    """
+    """How a weight moves. path: the largest change of `first_rows`, float64. See
+    `TrainingEngine.gradients`."""
 
     parameter: Any
-    gradient: Tensor | None
+    gradient: Any
     share: float
-    path: Tensor | None
+    path: Any
 
 
 class SlopeCheck:
-    """Compares a model's gradient with changes of its log-probs or values in the first steps after a start.
-
-    output: "logprobs", or "values" of a critic.
-    """
+    """Compares a model's gradient with changes of its output, "logprobs" or "values", in the first steps."""
 
     def __init__(self, model: TrainingEngine, output: str = "logprobs"):
         self._model, self._output, self._slopes = model, output, list[Slope]()
@@ -156,9 +138,8 @@ class SlopeCheck:
     def check(self, batch: Batch, plan: MicroBatchPlan, *, noise: float | None = None) -> None:
         """Compare gradient and changes on the first samples of a plan. Raises WrongBackward.
 
-        Afterwards the weights are bitwise unchanged. Collective over the world.
-
-        noise: measured noise of log-probs (`RoundingNoise`), in nats; None uses the bound of rounding.
+        Afterwards the weights are bitwise unchanged. noise: measured noise of log-probs (`RoundingNoise`), in
+        nats; None uses the bound of rounding. Collective over the world.
         """
         if not self._left or not self._weights:
             return
@@ -179,32 +160,34 @@ class SlopeCheck:
             (found,) = model.forward(batch, [few], (output,))
             return float(torch.where(batch.mask > 0, found, 0.0).double().sum()) / count
 
+        def loss(micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+            found = micro.output(output)
+            counted = batch.mask[micro.column_index.to(batch.mask.device)].to(found.device) > 0
+            return torch.where(counted, found, 0.0).sum() / count, {}
+
         mean = mean_output()  # and the routers choose
         # The rounding error of log-probs is in proportion to their size.
         error = 2 * noise if noise else GAP * max(1.0, abs(mean)) * rounding_limit(model.weight_map.hf, dtype)
         error *= math.sqrt(2 / min(count, INDEPENDENT))
         weights = [*self._weights, *self._kinds]
-        loss = partial(_mean, mask=batch.mask, count=count, output=output)
         parts = model.gradients(batch, few, loss, weights, output)
-        sizes = [None if part[1] is None else part[1].abs().sum() for part in parts[:2]]
+        sizes = [None if gradient is None else gradient.abs().sum() for _, gradient, _ in parts[:2]]
         if output == "values" and not any(self._summed(sizes)):
             return  # a new value head is 0
 
         def slope_of(names: str, along: str, moves: Sequence[WeightMove]) -> Slope:
-            changes, ends = [], list[list[Tensor]]()
+            own = [move for move in moves if move.parameter is not None]
+            changes, ends = list[float](), list[list[Tensor]]()
             for half in (1.0, 0.5):
                 means, ends = [], []
                 for step in (half, -half):
                     with ExitStack() as stack:
-                        ends.append([stack.enter_context(_moved(move, step)) for move in moves])
+                        ends.append([stack.enter_context(_moved(move, step)) for move in own])
                         means.append(mean_output())
                 changes.append((means[0] - means[1]) / 2 / half)
-            terms = [
-                None if move.gradient is None else move.share * ((up - down) * move.gradient).sum()
-                for move, up, down in zip(moves, *ends)
-            ]
+            terms = [move.share * ((up - down) * move.gradient).sum() for move, up, down in zip(own, *ends)]
             coarse, fine = changes
-            return Slope(names, along, coarse, fine, sum(self._summed(terms)), error)
+            return Slope(names, along, coarse, fine, self._summed([sum(terms)])[0], error)
 
         for direction in self._left[:number]:
             if direction is None:
@@ -231,17 +214,16 @@ class SlopeCheck:
         return sum_over_world(mine, self._model.device.torch).tolist()
 
     def _scales(
-        self, parts: list[tuple[Any, Tensor | None, float]], error: float
+        self, parts: list[tuple[Any, Any, float]], error: float
     ) -> tuple[list[WeightMove], dict[int, WeightMove]]:
         """Return moves that scale the weights of `_kinds`, and larger ones of those without a gradient.
 
-        parts: result of `TrainingEngine.gradients`. error: standard error of a change, in nats. Collective
-        over the world.
+        parts: result of `TrainingEngine.gradients`. error: of a change, in nats. Collective over the world.
         """
         rows = [None if part[0] is None else first_rows(part[0].detach()).double() for part in parts]
         terms = [
-            (None, None) if own is None or g is None else (share * (own * g).sum(), g.abs().sum())
-            for own, (_, g, share) in zip(rows, parts)
+            (None, None) if own is None else (share * (own * gradient).sum(), gradient.abs().sum())
+            for own, (_, gradient, share) in zip(rows, parts)
         ]
         slopes, sizes = (self._summed(column) for column in zip(*terms)) if terms else ([], [])
         most, step = max(SCALE, ERRORS * error) / max(1, len(parts)), STEP[self._model.weight_map.dtype]
@@ -255,9 +237,7 @@ class SlopeCheck:
         lost = {number: move(number, LOST) for number, size in enumerate(sizes) if not size}
         return [move(*pair) for pair in enumerate(scales)], lost
 
-    def _signed(
-        self, parameter: Any, gradient: Tensor | None, share: float, seed: int, error: float
-    ) -> WeightMove:
+    def _signed(self, parameter: Any, gradient: Any, share: float, seed: int, error: float) -> WeightMove:
         """Return a move by the step h along signs, with h identical on all ranks. Collective over the world.
 
         seed: see DIRECTIONS. error: standard error of a change, in nats.
@@ -266,9 +246,8 @@ class SlopeCheck:
         if parameter is not None:
             shape, generator = first_rows(parameter).shape, torch.Generator().manual_seed(seed)
             signs = (torch.randint(2, shape, generator=generator) * 2.0 - 1.0).to(parameter.device).double()
-            if gradient is not None:
-                signs = signs if seed else torch.where(gradient == 0, signs, gradient.sign())
-                slope = share * (gradient.square() if seed else gradient * signs).sum()
+            signs = signs if seed else torch.where(gradient == 0, signs, gradient.sign())
+            slope = share * (gradient.square() if seed else gradient * signs).sum()
             if parameter.dim() == 1:
                 centre = float(model.chunks[0].config.layernorm_zero_centered_gamma)  # then w is added to 1
                 size = (parameter.detach() + centre).abs().mean()
@@ -288,23 +267,21 @@ class SlopeCheck:
         for group in [*groups, [slope for slope in self._slopes if slope.along == RANDOM]]:
             if self._is_wrong(group):
                 names = ", ".join(dict.fromkeys(slope.names for slope in group))
+                found = ", ".join(f"{slope.fine:.3g}" for slope in group)
+                expected = ", ".join(f"{slope.expected:.3g}" for slope in group)
                 raise WrongBackward(
                     f"the gradient of the model is not the slope of its log-probs: along {group[0].along} "
-                    f"in {names} the mean of the {self._output} of {count:.0f} tokens changes by "
-                    f"{', '.join(f'{slope.fine:.3g}' for slope in group)}, but by "
-                    f"{', '.join(f'{slope.expected:.3g}' for slope in group)} according to the gradient. The "
-                    f"backward pass of {' or of '.join(self._parts)} is wrong."
+                    f"in {names} the mean of the {self._output} of {count:.0f} tokens changes by {found}, "
+                    f"but the gradient gives {expected}: wrong is {' or '.join(self._parts)}."
                 )
 
     @property
     def _parts(self) -> list[str]:
         """Parts of this model that have a backward pass of their own."""
-        found, sharing = ["a layer", "the head"], self._model.grid.sharing
-        if num_experts(self._model.weight_map.hf):
-            found.append("the experts")
-        if self._model.has_frozen_weights:
-            found.append("an adapter")
-        return found + [f"the communication between ranks that share a sample ({sharing})"] * bool(sharing)
+        found, sharing = ["the backward pass of a layer", "of the head"], self._model.grid.sharing
+        found += ["of the experts"] * bool(num_experts(self._model.weight_map.hf))
+        found += ["of an adapter"] * self._model.has_frozen_weights
+        return found + [f"of communication between ranks that share a sample ({sharing})"] * bool(sharing)
 
     def _is_wrong(self, group: Sequence[Slope]) -> bool:
         """Return whether the measured changes of a group differ from the expected ones."""
@@ -323,10 +300,7 @@ class SlopeCheck:
 
 @contextmanager
 def _fixed_routes(model: TrainingEngine) -> Iterator[None]:
-    """Let every router of this rank keep its first choice of experts in the `with` block.
-
-    A router that replays experts still does, so that its gradient passes through the replay.
-    """
+    """Let every router keep its first choice of experts in the block, also through its replay of experts."""
     modules = [module for chunk in model.chunks for module in chunk.modules()]
     routers: list[Any] = [module for module in modules if isinstance(module, TopKRouter)]
     kept = [(router.router_replay, router.config.moe_router_fusion) for router in routers]
@@ -343,29 +317,29 @@ def _fixed_routes(model: TrainingEngine) -> Iterator[None]:
             router.router_replay, router.config.moe_router_fusion = replay, is_fused
 
 
-def _own_choice(scores: Tensor, topk: int, groups: int, group_topk: int, default: Callable) -> Any:
-    return default(scores, topk, groups, group_topk)
+def _own_choice(*given: Any) -> Any:
+    *arguments, default = given
+    return default(*arguments)
 
 
-def _first_choice(
-    chosen: dict, choose: Callable, scores: Tensor, topk: int, groups: int, group_topk: int, default: Callable
-) -> tuple[Tensor, Tensor]:
-    """Let `choose` see the experts of the first pass over as many tokens as the router's own choice."""
+def _first_choice(chosen: dict, choose: Callable, *given: Any) -> tuple[Tensor, Tensor]:
+    """Let `choose` see the experts of the first pass over as many tokens as the router's own choice.
+
+    given: scores, numbers of experts and groups, and the function by which the router chooses.
+    """
+    *arguments, default = given
 
     def first(scores: Tensor, *options: int) -> tuple[Tensor, Tensor]:
         if scores.shape not in chosen:
             chosen[scores.shape] = default(scores, *options)[1]
         return scores.gather(1, chosen[scores.shape]), chosen[scores.shape]
 
-    return choose(scores, topk, groups, group_topk, first)
+    return choose(*arguments, first)
 
 
 @contextmanager
 def _moved(move: WeightMove, step: float) -> Iterator[Tensor]:
     """Add `step * move.path` to a weight in the `with` block, and yield the moved values, float64."""
-    if move.path is None:
-        yield torch.zeros(0)
-        return
     own = first_rows(move.parameter.detach())
     kept = own.clone()
     own.copy_(kept.double() + step * move.path)
@@ -376,13 +350,10 @@ def _moved(move: WeightMove, step: float) -> Iterator[Tensor]:
 def _first_tokens(
     batch: Batch, plan: MicroBatchPlan, *, tokens: int, multiple: int
 ) -> tuple[Batch, MicroBatchPlan]:
-    """Return the first samples of a plan, shortened to CUT and with about `tokens` tokens in all, and their
-    plan.
+    """Return the first samples of a plan, shortened to CUT, with about `tokens` tokens, and their plan.
 
-    Each sample stays on its data parallel rank. Samples with images are not shortened, because the model must
-    find every token of an image, and neither are samples with recorded experts, if some are short enough.
-    multiple: number whose multiple the number of micro-batches of a pass must be
-    (`Grid.micro_batch_multiple`).
+    Each sample stays on its data parallel rank. Samples with images stay whole, and so do samples with
+    recorded experts, if some are short enough. multiple: `Grid.micro_batch_multiple`.
     """
     whole = (batch.prompt_lengths + batch.lengths).tolist()
     most = math.inf if any(prompt.images for prompt in batch.prompts) else max(tokens, SHORT)
@@ -399,10 +370,3 @@ def _first_tokens(
     places = {i: i if is_whole else place for place, i in enumerate(chosen)}
     micros = [[[places[i] for i in samples]] + [[]] * (multiple - 1) for samples in few]
     return (batch if is_whole else shortened(batch, chosen, limit)), micros
-
-
-def _mean(micro: MicroBatch, *, mask: Tensor, count: float, output: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the contribution of this micro-batch to the mean output. mask: mask of the whole batch."""
-    found = micro.output(output)
-    counted = mask[micro.column_index.to(mask.device)].to(found.device) > 0
-    return torch.where(counted, found, 0.0).sum() / count, {}

@@ -295,8 +295,8 @@ class TrainingEngine:
         """Return for each weight this rank's parameter, its part of a loss's gradient, and a factor.
 
         The gradient of a weight is the sum over all ranks of factor times part, float64, of the weight's
-        `first_rows`. The parameter is None on a rank that learns no part of the weight, and the part is None
-        on a rank without samples. loss: reads only `output`. Collective over the world.
+        `first_rows`. Parameter and part are None on a rank that learns no part of the weight. loss: reads
+        only `output`. Collective over the world.
         """
         found = [part_of(self.learned_map, weight, self.chunks[0].config) for weight in weights]
         parts: list[list[Tensor]] = [[] for _ in found]
@@ -309,7 +309,11 @@ class TrainingEngine:
             self._run(batch, plan, loss, forward_only=False, progress=None, outputs=(output,))
         for hook in hooks:
             hook.remove()
-        return [(p, sum(own[1:], own[0]) if own else None, share) for (p, share), own in zip(found, parts)]
+        gradients: list[tuple[Any, Tensor | None, float]] = []
+        for (parameter, share), own in zip(found, parts):
+            zeros = None if parameter is None else torch.zeros_like(first_rows(parameter)).double()
+            gradients.append((parameter, zeros if zeros is None else sum(own, zeros), share))
+        return gradients
 
     def start_from_present_weights(self) -> None:
         """Copy newly loaded weights to the master weights and the reference. Not collective."""
