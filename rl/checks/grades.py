@@ -1,13 +1,11 @@
-"""Renders again what a reward function gets for a sample: from the row of the file, and all response ids.
+"""Checks that scores are the workers' answers, and their arguments those of the samples' rows and responses.
 
-The workers seal each score together with the arguments of its call (`rl.rewards.score.sealed`), so a score
-belongs to the arguments that a rank sent. These checks show that the arguments belong to the sample.
+The workers seal each score together with the arguments of its call (`rl.rewards.score.sealed`).
 """
 
 import json
 import random
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +17,8 @@ from rl.config.reward_sources import RewardPlan
 from rl.config.schema import Config, Data
 from rl.data.batch import Batch
 from rl.data.completeness import SWITCH
-from rl.data.prompts import AGENT_COLUMNS, GROUND_TRUTH, Prompt
-from rl.data.reading import FileRow, read_row, row_bytes
+from rl.data.prompts import AGENT_COLUMNS, GROUND_TRUTH, Prompt, value_at
+from rl.data.reading import read_row, row_bytes
 from rl.data.rendering import check_rendering
 from rl.data.special_tokens import special_ids
 from rl.faults.agreement import fail_together
@@ -54,7 +52,7 @@ def check_places(ids: Sequence[np.ndarray], again: Mapping[int, np.ndarray], nam
         if wrong := [sample for sample, own in again.items() if not np.array_equal(ids[sample], own)]:
             raise CheckFailed(
                 f"score check: the {name} reads other tokens for sample {wrong[0]} than those of its prompt "
-                "and response: the samples of the ranks are in another order, and so are the scores."
+                "and response: samples, and so scores, are in another order."
             )
 
 
@@ -74,10 +72,9 @@ class Grades:
         """This rank's sample -> the arguments that were sent for it, and the answer."""
 
     def check(self, batch: Batch, found: Sequence[str | None] | None = None) -> None:
-        """Raise CheckFailed unless the batch has the scores that the workers returned for its samples, and
-        the workers got the arguments of the samples' rows and responses. Collective over the world.
+        """Raise CheckFailed unless the batch has the workers' scores, for the samples' own arguments.
 
-        found: the answer found in each response, in the order of the batch; None if there are none.
+        found: the answer in each response, in the order of the batch. Collective over the world.
         """
         whole = batch.merge_rows()
         with fail_together():
@@ -89,8 +86,7 @@ class Grades:
                     if column is not None and column[sample] != own:
                         raise CheckFailed(
                             f"score check: {place(whole, sample)} has the {what} {column[sample]!r:.80}, but "
-                            f"the worker found {own!r:.80}: they are in another order than samples, so a "
-                            "majority vote or a teacher would read those of other prompts."
+                            f"the worker found {own!r:.80}: they are in another order than samples."
                         )
             self._arguments.check(whole, {sample: given for sample, (given, _) in self.answers.items()})
 
@@ -102,22 +98,17 @@ class Grades:
         is_own = score.values["failed"] or score.seal == sealed(score, digest(calls)).seal
         if not is_own:
             what = "of another sample" if score.seal >= 0 else "that no worker computed"
-            return (
-                f"rank {rank} got the score {own:.4g} for {name}, {what}: answers were exchanged or changed, "
-                "or are those of another call or other arguments"
-            )
+            text = f"rank {rank} got the score {own:.4g} for {name}, {what}"
+            return f"{text}: answers were exchanged or changed, or are those of other arguments"
         terms = [weight * part for (_, weight, _), part in zip(calls, score.parts)]
         if not score.values["failed"] and abs(own - sum(terms)) > TOLERANCE * sum(map(abs, terms)):
             return (
                 f"{name} has the score {own:.6g}, but its reward functions gave {score.parts}, which their "
-                f"weights {[weight for _, weight, _ in calls]} make {sum(terms):.6g}: a score is the sum of "
-                "weight * score over the functions of its data source"
+                f"weights {[weight for _, weight, _ in calls]} make {sum(terms):.6g}"
             )
         if not self._is_filed(batch, sample, score):
-            return (
-                f"{name} has the score {float(batch.column('scores')[sample]):.6g}, but the worker of rank "
-                f"{rank} returned {own:.6g}: a column of scores was changed, or belongs to other samples"
-            )
+            filed = float(batch.column("scores")[sample])
+            return f"{name} has the score {filed:.6g}, but the worker of rank {rank} returned {own:.6g}"
         return ""
 
     def _is_filed(self, batch: Batch, sample: int, score: Score) -> bool:
@@ -160,7 +151,6 @@ class Arguments:
     def of(self, batch: Batch, sample: int) -> dict[str, Any]:
         """Return the arguments for a sample. A prompt that is of no file keeps its own fields."""
         prompt = batch.prompts[int(batch.groups[sample])]
-        row = read_row(prompt.place).values if prompt.place else {}
         ids = batch.response_ids[sample]
         if batch.turns is not None:
             turns = batch.turns[batch.offsets[sample] : batch.offsets[sample + 1]].numpy()
@@ -169,12 +159,13 @@ class Arguments:
         text = self._tokenizer.decode(ids, skip_special_tokens=False) if len(ids) else ""
         found = {"prompt": prompt.text, "response": text, "ground_truth": prompt.ground_truth}
         found |= {"data_source": prompt.data_source, "extra_info": prompt.extra_info}
-        if row:
-            found["ground_truth"] = row
-            for name in (self._data.ground_truth_key or GROUND_TRUTH).split("."):
-                value = found["ground_truth"]
-                found["ground_truth"] = value.get(name) if isinstance(value, dict) else None
-            found["data_source"] = str(row.get("data_source") or _file_name(prompt))
+        if prompt.place:
+            file_row = read_row(prompt.place)
+            row = file_row.values
+            found["ground_truth"] = value_at(
+                file_row, (self._data.ground_truth_key or GROUND_TRUTH).split(".")
+            )
+            found["data_source"] = str(row.get("data_source") or file_row.file_name)
             agent = {name: row[name] for name in AGENT_COLUMNS if row.get(name) is not None}
             info = row | (row.get("extra_info") or {}) | agent
             names = dict.fromkeys((*prompt.extra_info, *(row.get("extra_info") or {}), *agent))
@@ -184,8 +175,7 @@ class Arguments:
     def check(self, batch: Batch, given: Mapping[int, Mapping[str, Any]]) -> None:
         """Raise CheckFailed if a reward function got other arguments than those of the sample and its row.
 
-        given: the arguments that this rank sent, by sample. At most about NUM_COMPARED of them are compared,
-        in each batch others.
+        given: the arguments that this rank sent, by sample; about NUM_COMPARED are compared.
         """
         every = max(1, len(given) // NUM_COMPARED)
         self._credit += READ_BYTES
@@ -216,15 +206,10 @@ class Arguments:
         if has_text and _bare(content) not in _bare(prompt.text):
             raise CheckFailed(
                 f"prompt check: prompt {prompt.index} does not contain the text of {prompt.place}, "
-                f"{content!r:.80}: the prompts and the rows of the data are in another order."
+                f"{content!r:.80}: prompts and rows are in another order."
             )
-        limit = self._data.max_prompt_tokens
-        check_rendering([prompt], self._tokenizer, key="the data", max_prompt_tokens=limit)
-
-
-def _file_name(prompt: Prompt) -> str:
-    path = Path(prompt.place.rpartition(", row ")[0])
-    return FileRow({}, path, 0, 0).file_name
+        most = self._data.max_prompt_tokens
+        check_rendering([prompt], self._tokenizer, key="the data", max_prompt_tokens=most)
 
 
 def _bare(text: str) -> str:

@@ -78,5 +78,5 @@ def check_context(
         own, other = (tokenizer.decode(each) for each in (expected, ids))
         raise ValueError(
             f"context check: the teacher reads sample {sample} (prompt {prompt.index}) after {other!r:.200}, "
-            f"but its prompt, answer and feedback make {own!r:.200}: the context is that of another sample."
+            f"but its prompt, answer and feedback make {own!r:.200}."
         )

@@ -1,7 +1,4 @@
-"""Comparison of the data's responses with a second source: the rows of the files, read again one by one.
-
-A shifted row, exchanged sides of a pair or a wrong label changes no shape, and the loss still falls.
-"""
+"""Comparison of the data's responses with a second source: the rows of the files, read again one by one."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -29,8 +26,7 @@ def check_responses(
 ) -> None:
     """Raise ValueError if the tokens of a response are not the text of its row, or a label is not the row's.
 
-    rows: pairs, labelled responses, or prompts; prompts without a response are not compared. end_ids: ids
-    that end a response, besides the tokenizer's.
+    rows: pairs, labelled responses, or prompts. end_ids: ids that end a response, besides the tokenizer's.
     """
     special, ends = special_ids(tokenizer), list[bool]()
     cost = max((row_bytes(row.place) for row in rows[-1:] if row.place), default=0)
@@ -39,34 +35,32 @@ def check_responses(
         if not row.place:
             continue
         file_row = read_row(row.place)
-        for name, ids, value in _sides(row, file_row, data):
-            text = _last_text(value)
-            if text is None or hide(text, tokenizer) != text or "</think>" in text:
-                continue  # the template may leave out reasoning
-            expected, found = (
-                "".join(str(tokenizer.decode(part, skip_special_tokens=True)).split())
-                for part in (tokenizer.encode(text, add_special_tokens=False), ids)
-            )
-            is_cut = len(ids) > 0 and int(ids[-1]) not in special  # at a limit, perhaps within a character
-            if expected not in found and not (is_cut and found[:-2] in expected):
-                raise ValueError(
-                    f"row check: {row.place}: the tokens of {name} say {found!r:.80}, but its column "
-                    f"{text!r:.80}: rows or sides were exchanged, or the loss covers other tokens."
+        for name, before, response, mask, value, chat in _responses(row, file_row, data):
+            ids, text = response[mask > 0], _last_text(value)
+            # A template may leave out reasoning.
+            if text is not None and hide(text, tokenizer) == text and "</think>" not in text:
+                expected, found = (
+                    "".join(str(tokenizer.decode(part, skip_special_tokens=True)).split())
+                    for part in (tokenizer.encode(text, add_special_tokens=False), ids)
                 )
-            if expected in found and name != "the last turn":  # a template may end turns in its own way
-                ends.append(not is_cut)
-        for before, response, mask, messages in _chats(row, file_row, data):
-            chat = [*before.tolist(), *response.tolist()], [*np.zeros(len(before)), *mask], messages
-            _check_turns(row.place, *chat, tokenizer, {*end_ids, tokenizer.eos_token_id}, data)
+                is_cut = len(ids) > 0 and int(ids[-1]) not in special  # perhaps within a character
+                if expected not in found and not (is_cut and found[:-2] in expected):
+                    raise ValueError(
+                        f"row check: {row.place}: the tokens of {name} say {found!r:.80}, but its column "
+                        f"{text!r:.80}: rows or sides were exchanged, or the loss covers other tokens."
+                    )
+                if expected in found and name != "the last turn":  # a template may end turns in its own way
+                    ends.append(not is_cut)
+            if chat and data.train_on != "all" and all(isinstance(m, dict) and "role" in m for m in chat):
+                tokens, loss = [*before.tolist(), *response.tolist()], [*np.zeros(len(before)), *mask]
+                all_ends = {*end_ids, tokenizer.eos_token_id}
+                _check_turns(row.place, tokens, loss, chat, tokenizer, all_ends, data)
         if isinstance(row, Labelled) and row.label != bool(file_row.values[data.label_key]):
             raise ValueError(
                 f"row check: {row.place}: its label is read as {row.label}, unlike the column's."
             )
     if len(ends) > 1 and not any(ends):
-        raise ValueError(
-            f"row check: none of {len(ends)} complete responses of the data ends with an end token, so the "
-            "policy would not learn to stop."
-        )
+        raise ValueError(f"row check: none of {len(ends)} complete responses of the data has an end token.")
 
 
 def _check_turns(
@@ -80,8 +74,8 @@ def _check_turns(
 ) -> None:
     """Raise ValueError if the loss covers only a part of a turn of the assistant, or a token beside it.
 
-    A turn begins behind the generation prompt and ends with its token of `ends`, or with the token of `ends`
-    that follows. A template that marks turns may leave out a part. mask: 1 for tokens with a loss.
+    A turn begins behind the generation prompt and ends with its token of `ends`, or with the one that
+    follows. A template that marks turns may leave out a part. mask: 1 for tokens with a loss.
     """
     is_marked, is_whole = template_of(tokenizer).marks_turns, data.overlong_prompts in ("error", "drop")
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
@@ -111,44 +105,31 @@ def _check_turns(
             covered, sampled = (tokenizer.decode(np.array(tokens)[own[part]]) for part in (loss, expected))
             raise ValueError(
                 f"row check: {place}: the loss of turn {number + 1} of the conversation covers "
-                f"{covered!r:.80}, but the policy samples {sampled!r:.80}: the mask begins or ends elsewhere."
+                f"{covered!r:.80}, but the policy samples {sampled!r:.80}."
             )
 
 
-def _sides(row: Any, file_row: FileRow, data: Data) -> Iterator[tuple[str, np.ndarray, Any]]:
-    """Yield (name, tokens with a loss, value of the column) of each response of a row."""
+def _responses(row: Any, file_row: FileRow, data: Data) -> Iterator[tuple]:
+    """Yield (name, tokens before, tokens, mask, value of the column, messages or []) of a row's responses."""
     values = file_row.values
     if isinstance(row, PreferencePair):
-        yield "the chosen response", row.chosen_ids[row.chosen_mask > 0], values.get(data.chosen_key)
-        yield "the rejected response", row.rejected_ids[row.rejected_mask > 0], values.get(data.rejected_key)
+        prompt = values.get(data.prompt_key)
+        for side, key in (("chosen", data.chosen_key), ("rejected", data.rejected_key)):
+            ids, mask, value = getattr(row, f"{side}_ids"), getattr(row, f"{side}_mask"), values.get(key)
+            chat = [*(prompt if isinstance(prompt, list) else []), *value] if isinstance(value, list) else []
+            yield f"the {side} response", row.prompt_ids, ids, mask, value, chat
     elif isinstance(row, Labelled):
-        name = data.response_key or "completion"
-        yield "the response", row.response_ids[row.response_mask > 0], values.get(name)
+        value = values.get(data.response_key or "completion")
+        yield "the response", row.prompt_ids, row.response_ids, row.response_mask, value, []
     elif isinstance(row, Prompt) and row.response_ids is not None:
         ids, mask = row.response_ids, row.response_mask
         if mask is None:
-            path = (data.response_key or GROUND_TRUTH).split(".")
-            yield "the target", ids, value_at(file_row, path)
-        elif data.overlong_prompts != "truncate_right":
-            yield "the last turn", ids[mask > 0], values.get(data.messages_key)
-
-
-def _chats(
-    row: Any, file_row: FileRow, data: Data
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[dict]]]:
-    """Yield (tokens before, tokens of the response, its mask, messages) of the conversations of a row."""
-    values, mask = file_row.values, getattr(row, "response_mask", None)
-    found: list[tuple] = []
-    if isinstance(row, Prompt) and row.response_ids is not None and mask is not None:
-        found.append((row.token_ids, row.response_ids, mask, values.get(data.messages_key)))
-    prompt: Any = values.get(data.prompt_key) if isinstance(values.get(data.prompt_key), list) else []
-    if isinstance(row, PreferencePair) and isinstance(values.get(data.chosen_key), list):
-        chats = [[*prompt, *values[key]] for key in (data.chosen_key, data.rejected_key)]
-        found.append((row.prompt_ids, row.chosen_ids, row.chosen_mask, chats[0]))
-        found.append((row.prompt_ids, row.rejected_ids, row.rejected_mask, chats[1]))
-    for chat in found if data.train_on != "all" else ():
-        if isinstance(chat[-1], list) and all(isinstance(m, dict) and "role" in m for m in chat[-1]):
-            yield chat
+            value = value_at(file_row, (data.response_key or GROUND_TRUTH).split("."))
+            yield "the target", row.token_ids, ids, np.ones(len(ids)), value, []
+        else:
+            value = values.get(data.messages_key)
+            text = None if data.overlong_prompts == "truncate_right" else value
+            yield "the last turn", row.token_ids, ids, mask, text, value if isinstance(value, list) else []
 
 
 def _last_text(value: Any) -> str | None:
