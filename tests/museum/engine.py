@@ -181,7 +181,9 @@ def other_seeds_on_the_ranks_of_a_replica(bug: Bug, call_of, *args):
 
 
 @exhibit("huggingface/trl#5932")
-@caught_by("staleness", r"StaleTokens: .* tokens have a staleness outside of 0 to 0")
+@caught_by(
+    "staleness", r"SamplesDiffer: sample check: token 0 of a request has the version 0 .* version 1 sampled"
+)
 @replaces("rl.rollout.calls.Live.versions")
 def tokens_labelled_with_an_older_version(bug: Bug, versions, self, num_tokens):
     """The staleness filter trusted a version label that did not match the weights of the engine."""
