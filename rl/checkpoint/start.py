@@ -1,8 +1,4 @@
-"""Comparison of the models before their first update with the weights and states that the run started from.
-
-Between the load and the first update, the first refit, memory sharing, adapters and the reference access the
-models. If one of them changed a model, the run would learn from the changed model.
-"""
+"""Comparison of the models before their first update with what the run started from."""
 
 import zlib
 from collections.abc import Mapping
@@ -37,8 +33,8 @@ class ChangedSinceStart(RuntimeError):
 class Start:
     """Checksums of the models after all loads. Collective over the world.
 
-    source: path of the checkpoint or model, for the message. saved: the checksums that were stored with the
-    checkpoint. They take the place of the present ones, which the rest of the resume may have changed.
+    source: path of the checkpoint or model, for the message. saved: the checkpoint's checksums. They replace
+    the present ones, which the rest of the resume may have changed.
     """
 
     def __init__(self, source: str, models: Mapping[str, TrainingEngine], saved: Mapping[str, int] = {}):
@@ -49,45 +45,38 @@ class Start:
         self._steps = {name: describe(model)["optimizer_step"] for name, model in models.items()}
 
     def check(self, name: str, model: TrainingEngine) -> None:
-        """Compare a model with its state at the start.
-
-        Before the first update of this process, compare weights, optimizer and reference. Later, compare only
-        the buffers, because no update changes them.
+        """Compare a model's weights, optimizer and reference with the start; later only its buffers.
 
         Raises ChangedSinceStart on every rank. Collective over the world.
         """
         is_first, models = not model.num_updates, {name: model}
         if name not in self._steps:
-            raise ChangedSinceStart(
-                f"{name} learns, but checkpoints have only {listed([*self._steps])}: a resumed run would "
-                f"begin with another {name}, without its moments."
-            )
+            known = listed([*self._steps])
+            text = f"{name} learns, but checkpoints have only {known}: a resumed run would lose it."
+            raise ChangedSinceStart(text)
         found = total_checksums(models) if is_first else buffer_checksums(name, model)
         own = [tensor for tensor in self._sums if is_first and tensor.startswith(f"{name}/")]
         if wrong := [key for key in dict.fromkeys((*own, *found)) if self._sums.get(key) != found.get(key)]:
             tensors, where = in_words(wrong, models)
-            when, what, cause = "", "have changed since the run started, but must not learn", "an update"
+            when, what = "", "have changed since the run started, but must not learn"
             if is_first:
-                when, cause = f"before the first update of the {name}, ", "a refit, memory sharing"
+                when = f"before the first update of the {name}, "
                 what = f"are not what they were when the run started from {self._source}"
             raise ChangedSinceStart(
-                f"{when}{tensors} {what}, on {where}: {cause} or another part of the program wrote to them."
+                f"{when}{tensors} {what}, on {where}: a part of the program wrote to them."
             )
         if is_first and (steps := describe(model)["optimizer_step"]) != self._steps[name]:
             raise ChangedSinceStart(
                 f"before the first update of the {name}, its optimizer counts {steps} steps instead of "
-                f"{self._steps[name]} of {self._source}; Adam's bias correction would be wrong."
+                f"{self._steps[name]} of {self._source}."
             )
 
 
 def check_loaded(name: str, model: TrainingEngine, *, is_new: bool = True) -> None:
-    """Compare a model with the files that it was loaded from: one tensor of each kind of name.
+    """Compare a tensor of each kind of name with the files that a model was loaded from.
 
-    Engine and trainer have the same weights even if both are wrong, so no later check finds a wrong load.
-    Quantised files and a frozen base are not compared. Raises ChangedSinceStart on every rank. Collective
-    over the world.
-
-    is_new: whether adapters are new. If so, the weights with them must be the files', up to rounding.
+    Quantised files and a frozen base are not compared. is_new: whether adapters are new, so that the weights
+    with them must be the files'. Raises ChangedSinceStart on every rank. Collective over the world.
     """
     weights = model.weight_map
     if "quantization_config" in weights.hf or (model.has_frozen_weights and not is_new):
@@ -104,7 +93,7 @@ def check_loaded(name: str, model: TrainingEngine, *, is_new: bool = True) -> No
             if not gap <= ADAPTED:
                 raise ChangedSinceStart(
                     f"{tensor} of the {name} with its new adapter differs from {model.spec.path} by "
-                    f"{gap:.3g} of its size, but an adapter must not change the model at the start."
+                    f"{gap:.3g} of its size, but must not at the start."
                 )
         return
     for tensor, shape, weight in chosen[dist.get_rank() :: dist.get_world_size()]:
@@ -119,10 +108,7 @@ def check_loaded(name: str, model: TrainingEngine, *, is_new: bool = True) -> No
 
 
 def check_restored(source: str, saved: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
-    """Raise ChangedSinceStart if a restored state differs from the saved one. Not collective.
-
-    restored: plain data, as the next checkpoint would store it; keys that `saved` lacks are not compared.
-    """
+    """Raise ChangedSinceStart if a key of a restored state differs from the saved one. Not collective."""
     for key, value in restored.items():
         if key in saved and saved[key] != value:
             raise ChangedSinceStart(

@@ -204,12 +204,10 @@ def name_odd_ranks(values: Sequence, hosts: Sequence[str]) -> str:
 def check_replicas(
     model: str, replicas: Iterable[tuple[dist.ProcessGroup, Mapping[str, Tensor]]], control: dist.ProcessGroup
 ) -> None:
-    """Compare the replicas of weights: one all-gather of 8 bytes per weight within each group.
+    """Raise Disagreement on every rank if replicas of weights differ: an all-gather of 8 bytes per weight.
 
-    model: name of the model in the message.
-    replicas: groups, each with the weights that its ranks replicate, by name and in the same order.
-    Raises Disagreement on every rank; it names weights and ranks. Collective over the groups and over
-    `control`, the world.
+    model: its name. replicas: groups, each with the weights that its ranks replicate, in the same order.
+    Collective over the groups and over `control`, the world.
     """
     found: dict[str, list[int]] = {}
     for group, weights in replicas:
@@ -229,19 +227,18 @@ def check_replicas(
     ranks = sorted({rank for theirs in findings for odd in theirs.values() for rank in odd})
     names, where = listed(sorted(set().union(*findings))), ", ".join(map(str, ranks))
     raise Disagreement(
-        f"{names} of the {model} on rank {where} differ from the other replicas (the first, where there are "
-        "two)"
+        f"{names} of the {model} on rank {where} differ from the other replicas, or the first of two"
     )
 
 
 def check_master_weights(model: str, stale: list[str], control: dist.ProcessGroup) -> None:
     """Raise Disagreement on every rank if a rank has weights that are not its rounded master weights.
 
-    The next update would overwrite these weights. stale: their names on this rank. Collective over `control`.
+    stale: their names on this rank. Collective over `control`.
     """
     if any_rank(bool(stale), control):
         found = {rank: names for rank, names in enumerate(gather_objects(stale, control)) if names}
         raise Disagreement(
             f"{listed(next(iter(found.values())))} of the {model} on rank {', '.join(map(str, found))} are "
-            "not the optimizer's master weights, with which the next update would overwrite them"
+            "not the optimizer's master weights"
         )

@@ -60,9 +60,7 @@ class Draw:
         return self.last
 
     def _check_order(self, drawn: np.ndarray) -> None:
-        """Raise CheckFailed unless these rows come next in the epochs of (seed, epoch), or, in a mixture,
-        have the sources that come next.
-        """
+        """Raise CheckFailed unless these rows, or in a mixture their sources, come next by seed and epoch."""
         if self._seed is None or not len(drawn):
             return
         size = len(self.rows) if self._shares is None else MixedOrder.BLOCK
@@ -89,8 +87,7 @@ class Draw:
         if cursor["num_drawn"] != self.num_learned:
             raise CheckFailed(
                 f"draw check: a checkpoint of this step would continue after {cursor['num_drawn']} prompts, "
-                f"but complete steps have drawn {self.num_learned}: the data cursor is that of another "
-                "moment, so a resumed run would repeat or skip prompts."
+                f"but complete steps have drawn {self.num_learned}."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,14 +1,10 @@
 """Comparison of the engine's weights with the trainer's, independent of the plan of the refit.
 
-The model's list of weights says where each element of the engine's parameters is, and where the same element
-of the trainer's parameters is. The comparison reads both places. It therefore also finds a part that the plan
-omits or sends to a wrong place.
-
-There are two kinds of comparison. If every rank that generates with a weight also trains the same elements of
+The model's list of weights says where each element of both is, so that a part which the plan omits or sends
+to a wrong place is found, too. If every rank that generates with a weight also trains the same elements of
 it, each rank compares its own elements bitwise. For every other weight, each rank adds the checksums of its
-engine's parts, and one of the ranks that train a part subtracts the part's checksum, multiplied by the number
-of copies in all engines (for example, 2 with two engine replicas). A checksum depends on the position in the
-whole Hugging Face tensor, so the sum over all ranks is 0 if all elements are equal.
+engine's parts, and one of the ranks that train a part subtracts its checksum times the number of copies in
+all engines. A checksum depends on the position in the whole tensor, so the sum over all ranks is 0.
 """
 
 import math
@@ -31,8 +27,7 @@ from rl.runtime.checksum import different, placed_checksums
 class ComparedPiece(NamedTuple):
     """A piece of one of this rank's parameters.
 
-    tensor: index of the Hugging Face tensor among all weights' tensors. factor: of its checksum in the sum
-    over ranks.
+    tensor: index of the Hugging Face tensor among all. factor: of its checksum in the sum over ranks.
     """
 
     weight: int
@@ -58,10 +53,9 @@ class Equality:
 class PlacementKind(NamedTuple):
     """Placement of weights that differ only in the numbers of layer and expert, as one rank sees it.
 
-    source, needed: this rank's tensor parallel rank in training and in generation; None if it does not train
-    the weights, or does not generate with them. equal_ranks: ranks that train the same elements as this rank.
-    stays: whether every rank that generates with the weights also trains the same elements. copies: number of
-    copies of each Hugging Face tensor in all engines.
+    source, needed: this rank's tensor parallel rank in training and in generation, if any. equal_ranks: ranks
+    that train the same elements. stays: whether every rank that generates with the weights also trains the
+    same elements. copies: number of copies of each Hugging Face tensor in all engines.
     """
 
     source: int | None
@@ -154,8 +148,7 @@ def coverage(equality: Equality, weights: Sequence[Weight]) -> Counter[str]:
 def uncompared(counts: Mapping[str, int], weights: Sequence[Weight], held: Mapping[str, Tensor]) -> list[str]:
     """Return a message for each engine parameter with an element that is not compared on this rank.
 
-    counts: elements that are compared (`coverage`). held: the parameters that must be compared, by vLLM's
-    name.
+    counts: compared elements (`coverage`). held: the parameters that must be compared, by vLLM's name.
     """
     padded = {weight.vllm for weight in weights if weight.cut is VOCAB}
     return [
@@ -175,8 +168,8 @@ def differing(
 ) -> list[int]:
     """Return the indices of weights that differ within this rank, or in the sums over all ranks.
 
-    Collective over the group, by default the world; a rank sends 8 bytes per Hugging Face tensor, if any
-    weight is compared between ranks. trained, held: this rank's tensors by the index of the weight.
+    trained, held: this rank's tensors by the index of the weight. Collective over the group, by default the
+    world, with 8 bytes per Hugging Face tensor if any weight is compared between ranks.
     """
     pairs = []
     for copy in equality.own:

@@ -26,10 +26,10 @@ class RefitMismatch(RuntimeError):
 def differences(
     values: Values, engine: RolloutEngine, held: Mapping[str, Tensor], weights: Sequence[Weight]
 ) -> list[str]:
-    """Return one message for each tensor of these weights that differs on this rank.
+    """Return a message, with the first element, for each tensor of these weights that differs on this rank.
 
-    The message contains the first differing element. Compares raw bits, or values if the engine has another
-    dtype. held: the engine's tensors by vLLM's name. Collective over the world.
+    Compares bits, or values if the engine has another dtype. held: the engine's tensors by vLLM's name.
+    Collective over the world.
     """
     pieces = {piece.hf: (weight.vllm, piece) for weight in weights for piece in engine.pieces(weight)}
     texts = []

@@ -187,10 +187,10 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
 def check_refit(
     trainer: TrainingEngine, engine: RolloutEngine, *, buffer_mib: int = 512, adapter: int = 0
 ) -> None:
-    """Compare every element of this rank's engine weights with the trainer's. Collective over the world.
+    """Raise RefitMismatch on every rank if any element of the engine's weights differs from the trainer's.
 
-    Weights that the engine's loader wrote are gathered and compared if the engine holds them in the layout's
-    shape. Raises RefitMismatch on every rank, naming weights, ranks and the first differing element.
+    Weights that the engine's loader wrote are compared if the engine holds them in the layout's shape.
+    Collective over the world.
     """
     texts, device = list[str](), engine.device.torch
     for part in _parts(trainer, engine, buffer_mib, adapter):
@@ -218,12 +218,9 @@ def check_weights(
     adapter: int = 0,
     with_base: bool = True,
 ) -> None:
-    """Compare this rank's engine weights with the trainer's by checksums. Collective over the world.
+    """Compare the engine's weights with the trainer's by checksums; if they differ, call `check_refit`.
 
-    It does not rely on `RolloutEngine.weights_version`, which may be wrong. If weights differ, `check_refit`
-    finds weights, ranks and elements and raises RefitMismatch.
-
-    with_base: compare also the base, which several adapters share.
+    with_base: compare also the base, which several adapters share. Collective over the world.
     """
     wrong, compared, total, device, problem = False, 0, 0, engine.device.torch, ""
     with tracing.span("compare weights"):
@@ -245,16 +242,14 @@ def check_weights(
 
 
 def what_is_equal(trainer: TrainingEngine) -> str:
-    """Return a sentence on how many elements of the engines equal the trainer's present weights. Not
-    collective; identical on all ranks."""
+    """Return a sentence on how many elements of the engines equal the trainer's. Not collective."""
     version, subject, compared, total = _compared.get(trainer, (None, "", 0, 0))
     if version != trainer.version or not compared:
         return "The weights of this version were not all compared, so they may differ"
     if compared == total:
         return f"The {subject} are equal (all {total} elements in the engines were compared)"
     return (
-        f"Only {compared} of the {total} elements of the {subject} in the engines were compared and are "
-        "equal; vLLM's loader wrote the others, which may differ"
+        f"Only {compared} of the {total} elements of the {subject} in the engines were compared and are equal"
     )
 
 
@@ -429,10 +424,7 @@ def _module(name: str) -> str:
 
 
 def _comparable(engine: RolloutEngine, held: Mapping[str, Tensor], weights: list[Weight]) -> list[Weight]:
-    """Return the weights that every rank's engine holds in the layout's shape, in any dtype.
-
-    Collective over the world.
-    """
+    """Return the weights that every rank's engine holds in the layout's shape, in any dtype. Collective."""
     extents = _extents(weights, engine)
     mine = [w.vllm in held and _fits(held[w.vllm], extents.get(w.vllm), w) for w in weights]
     return [weight for weight, *fits in zip(weights, *gather_objects(mine)) if all(fits)]

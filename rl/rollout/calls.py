@@ -145,8 +145,7 @@ class Live:
             token = int((versions != expected).argmax())
             raise SamplesDiffer(
                 f"sample check: token {token} of a request has the version {versions[token]} of the weights, "
-                f"but version {expected[token]} sampled it: the versions of tokens are counted from another "
-                "place than the response's first token, or a refit was not noted."
+                f"but version {expected[token]} sampled it: a refit was noted at another token, or never."
             )
 
 

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 COMPARED_ROWS = 1024
 """Approximate maximum number of rows of one piece of a weight that `Adapters.wrong_values` computes again."""
 SUM_ERROR = 2.0**-10
-"""Maximum relative error of the products in a float32 matrix multiplication, because a GPU may round the
-factors to TF32."""
+"""Maximum relative error of products in a float32 matrix multiplication with factors in TF32."""
 DORA_ERROR = 1e-5
 """Maximum relative error of the length of a row in float32."""
 
@@ -133,8 +132,7 @@ class Adapters(TrainerPart):
                 load_hf(adapter.path, self.learned_map)
 
     def check(self, engine: "TrainingEngine", name: str) -> None:
-        """Check that no frozen weight has changed since the first call, and that the optimizer owns all
-        adapters: that they have a gradient buffer. Raises WrongLearning on every rank."""
+        """Raise WrongLearning if frozen weights have changed, or adapters have no gradient buffer."""
         learned = self.learned_map.parameters
         own = {id(parameter) for parameter in learned.values()}
         frozen = {w.hf[0]: (w, p) for w, p in self._base.local() if id(p) not in own}
@@ -165,12 +163,9 @@ class Adapters(TrainerPart):
     ) -> str:
         """Return a text about the error in one adapted layer's values on this rank; "" if they are right.
 
-        The values of one layer are computed again, from the parameters and their places in the whole tensors.
-        Each element must equal W + scale * B A, up to half the distance of two neighbouring numbers of the
-        dtype, plus the error of the float32 sums. With DoRA, rows that are whole on this rank are compared.
-
-        of: maps a weight and its parameter to the values for the engine. number: selects the layer.
-        is_beside: whether the engine keeps adapters beside its weights; the values are then scale * B.
+        Each element must equal W + scale * B A up to rounding. With DoRA, rows that are whole on this rank
+        are compared. of: maps a weight and its parameter to the values for the engine. number: selects the
+        layer. is_beside: whether the engine keeps adapters beside its weights; the values are then scale * B.
         """
         base, learned, scale = engine.weight_map, self.learned_map, self.config.scale
         pairs = [pair for pair in self.pairs if base.holds(pair.base)]
@@ -200,16 +195,11 @@ class Adapters(TrainerPart):
                 eps += DORA_ERROR
             allowed = eps * expected.abs() + SUM_ERROR * scale * size
             if bool(((found - expected).abs() > allowed).any()):
-                if pair.magnitude is not None:
-                    error = float((found - expected).norm() / expected.norm())
-                    return (
-                        f"the values of {pair.module} for the engine differ by {error:.2g} of their size "
-                        "from W + scale * B A with DoRA's magnitudes as the lengths of its rows"
-                    )
                 times = ((found - before) * added).sum() / (scale * added.square().sum()).clamp(min=1e-30)
+                lengths = "" if pair.magnitude is None else ", with DoRA's magnitudes as the lengths of rows"
                 return (
                     f"the values of {pair.module} for the engine contain {float(times):.2f} times its "
-                    f"adapter, scale * B A with the scale {scale:g}, instead of once"
+                    f"adapter, scale * B A with the scale {scale:g}, instead of once{lengths}"
                 )
         return ""
 
@@ -292,10 +282,7 @@ class Adapters(TrainerPart):
 
     @torch.no_grad()
     def _check_principal(self) -> None:
-        """Check one weight of each kind: what PiSSA left of it must be orthogonal to A and B, and smaller.
-
-        Raises WrongLearning on every rank. Collective over the world.
-        """
+        """Raise WrongLearning unless what PiSSA left of weights is orthogonal to A and B. Collective."""
         eps = torch.finfo(self._base.dtype).eps
         for pair in one_of_each_kind(self.pairs, lambda pair: pair.module):
             whole = dict(full_weights(self._base.over([pair.base], self._base.parameters)))
@@ -305,16 +292,12 @@ class Adapters(TrainerPart):
             first, last = (self._scale * float(a[i].norm() * b[:, i].norm()) for i in (0, -1))
             allowed = max(4 * eps, SUM_ERROR) * (first + float(left.norm()) / min(left.shape) ** 0.5)
             along = max(float((left @ a.T).norm() / a.norm()), float((b.T @ left).norm() / b.norm()))
-            x = left.sum(0)
-            for _ in range(4):
-                x = left.T @ (left @ x / x.norm().clamp(min=1e-30))
-            largest = float((left @ x).norm() / x.norm().clamp(min=1e-30))
+            largest = float(torch.linalg.svdvals(left.float())[0])
             if along > allowed or largest > last + allowed:
                 raise WrongLearning(
                     f"adapter check: what adapter.init=pissa left of {pair.module} has the size {along:.3g} "
                     f"along A and B instead of 0, and {largest:.3g} in a direction where B A has at least "
-                    f"{last:.3g}: B A is not the principal part of the whole weight, but of a rank's part or "
-                    "of another weight, or W still contains it."
+                    f"{last:.3g}: B A is not the principal part of the whole weight, or W still contains it."
                 )
 
     @torch.no_grad()

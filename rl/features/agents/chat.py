@@ -224,15 +224,11 @@ class Chat:
     def find_strange(
         self, given: Sequence[np.ndarray], messages: Messages, tools: Sequence[dict]
     ) -> int | None:
-        """Return the index of the first entry of `given` that a rendering of the whole conversation lacks.
+        """Return the index of the first entry of `given` that a rendering of the conversation lacks, or None.
 
-        The rendering is an independent check of the tokens. In it, stand-ins replace the sampled turns. It
-        must contain the text of each entry, in order, and each text must follow directly after the end of a
-        turn. Blanks are ignored, because tokenizers may change them. Returns None if nothing is missing.
-
-        Args:
-            given: the results of `extend` for consecutive turns, int32 [S] each.
-            messages: the conversation up to and including the messages of the last result.
+        In the rendering, stand-ins replace the sampled turns. It must contain the text of each entry, without
+        blanks, in order, directly after the end of a turn. given: the results of `extend` for consecutive
+        turns, int32 [S] each. messages: the conversation with the messages of the last result.
         """
         texts = [_squeezed(self._decode(ids)).removeprefix(self._tags[1]) for ids in given]
         first: int | None = None

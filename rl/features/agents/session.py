@@ -22,8 +22,7 @@ if TYPE_CHECKING:  # a web server, which only agents that run by themselves need
 
 
 class WrongAnswer(RuntimeError):
-    """Raised on a replica's leader if a trajectory has tokens or numbers that its environment did not
-    give."""
+    """Raised on a replica's leader if a trajectory has what its environment did not give."""
 
 
 @dataclass
@@ -90,8 +89,7 @@ class Session:
         return given, source
 
     def check_answer(self, reply: Reply) -> None:
-        """Raise WrongAnswer if a reply is not a worker's answer to the last request of this session, or if
-        the environment did not begin with the row and the seed of the sample's group."""
+        """Raise WrongAnswer if a reply is not the answer to the last request, or of another row or seed."""
         name = f"{self.address} {self.num_requests}"
         if reply.digest != -1 and reply.digest != answer_digest(name, vars(reply)):
             raise WrongAnswer(
@@ -101,23 +99,18 @@ class Session:
         own = to_row(self.start.prompt) | {"seed": self.start.seed} if reply.task != -1 else {}
         if reply.task not in (-1, task_digest(own)):
             raise WrongAnswer(
-                f"the environment of trajectory {self.name} began with another row or seed than its group's: "
-                "the samples of a group would have different tasks, and rewards that cannot be compared."
+                f"the environment of trajectory {self.name} began with another row or seed than its group's."
             )
         if reply.kind in ("score", "run") and reply.values:
             self.answered = dict(reply.values)
 
     def check_outcome(self, values: dict[str, float]) -> None:
-        """Raise WrongAnswer unless a trajectory ends with the numbers of its environment.
-
-        They are those of the last answer that had numbers, or the score is the sum of the turns' rewards.
-        """
+        """Raise WrongAnswer unless a trajectory ends with its last numbers, or the sum of its rewards."""
         rewards = sum(s.reward for row in self.trajectory.rows for s in row.segments)
         expected = self.answered or ({"score": rewards} if self.trajectory.rewards else {})
         if not self.is_spent and values != expected:
             raise WrongAnswer(
-                f"trajectory {self.name} ends with {values}, but its environment gave it {expected}: it has "
-                "the result of another trajectory."
+                f"trajectory {self.name} ends with {values}, but its environment gave it {expected}."
             )
 
     def check_context(self, chat: Chat) -> None:
@@ -134,8 +127,7 @@ class Session:
         if (turn := chat.find_strange(texts, self.context, self.tools)) is not None:
             raise WrongAnswer(
                 f"the tokens before turn {given[turn].turn + 1} of trajectory {self.name} are not in the "
-                "conversation as the chat template renders it, with the other turns before them: a turn or "
-                "an answer appears twice, in another place or as that of another trajectory."
+                "conversation as the chat template renders it, after the other turns."
             )
 
     @property

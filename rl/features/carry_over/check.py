@@ -1,5 +1,4 @@
-"""Checks that a step with carry-over loses no group, takes none twice, prefers the oldest ones, and drops
-only groups that are too old."""
+"""Checks that carry-over loses or doubles no group, prefers the oldest ones, and drops only too old ones."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,12 +20,11 @@ def check_groups(
     version: int,
     max_staleness: int,
 ) -> None:
-    """Raise CheckFailed if the parts of a step are not its groups, if a complete group that is older than a
-    taken one stays, or if other groups are dropped or due than those that the next step may not use.
+    """Raise CheckFailed if the parts of a step are not its groups, if an older complete group than a taken
+    one stays, or if other groups are dropped or due than those that the next step may not use.
 
-    before: the groups that were carried into the step or drawn in it. num_drawn: number of prompts that the
-    run has drawn, which is above the number of every draw. due: groups as they were before this step had to
-    complete them. version: version of the policy in this step.
+    before: groups that were carried into the step or drawn in it. num_drawn: prompts that the run has drawn.
+    due: groups as they were before this step had to complete them. version: of the policy in this step.
     """
     numbers = Counter(group.prompt.draw for group in before)
     parts = Counter(group.prompt.draw for part in (taken, carried, dropped) for group in part)
@@ -35,8 +33,7 @@ def check_groups(
         draw = min(wrong)
         raise CheckFailed(
             f"carry-over check: of {num_drawn} drawn prompts, number {draw} is {numbers[draw]} times among "
-            f"the groups of this step, and {parts[draw]} times among its trained, carried and dropped ones: "
-            "groups were lost or doubled, or a resume counts draws from another number."
+            f"the groups of this step, and {parts[draw]} times among its trained, carried and dropped ones."
         )
     for name, part in {"carried": carried, "dropped": dropped, "completed at once": due}.items():
         for group in part:
@@ -45,8 +42,7 @@ def check_groups(
             if (staleness > max_staleness) != (part is not carried):
                 raise CheckFailed(
                     f"carry-over check: group {group.prompt.draw} was {name}, but its oldest token has the "
-                    f"staleness {staleness} in the next step, and rollout.max_staleness={max_staleness}: "
-                    "groups are dropped or completed too early, or carried for too long."
+                    f"staleness {staleness} in the next step, and rollout.max_staleness={max_staleness}."
                 )
     left = [group for part in (carried, dropped) for group in part if not group.unfinished]
     ages = [[(group.oldest, group.prompt.draw) for group in part] for part in (taken, left)]
@@ -54,6 +50,5 @@ def check_groups(
         (newer, draw), (older, other) = max(ages[0]), min(ages[1])
         raise CheckFailed(
             f"carry-over check: group {draw} of version {newer} is trained before the complete group "
-            f"{other} of version {older}: groups are chosen by another order than their age, for example by "
-            "length."
+            f"{other} of version {older}: they are chosen by another order than their age."
         )

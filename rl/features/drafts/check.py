@@ -1,8 +1,4 @@
-"""A test that an engine with drafts samples from the distribution of its reported log-probs.
-
-A wrong rule for accepting drafts would leave the log-probs right and sample tokens in other proportions: a
-rule that accepts every draft, for example, samples from the draft model's distribution.
-"""
+"""A test that an engine with drafts samples from the distribution of its reported log-probs."""
 
 import math
 from collections import Counter, defaultdict
@@ -10,15 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-NUM_SAMPLES = 4096
-"""Samples of one prompt that the test draws on each replica."""
-NUM_TOKENS = 4
-"""Number of tokens of each sample."""
-TOP_K = 4
-"""Number of the most probable tokens to sample from: so few that many samples share their first three."""
+NUM_SAMPLES, NUM_TOKENS, TOP_K = 4096, 4, 4
+"""Samples of one prompt on each replica, their tokens, and most probable tokens to sample from."""
 EXPECTED = 5.0
-"""Minimum expected count of a cell of the test (Cochran 1954). Rarer tokens share one cell; its expected
-count is raised to this minimum."""
+"""Minimum expected count of a cell of the test (Cochran 1954). Rarer tokens share one cell."""
 LIMIT = 6.0
 """Normal deviate above which the test fails: a right distribution exceeds it once in 1e9 tests."""
 
@@ -26,14 +17,12 @@ LIMIT = 6.0
 def chi_square(completions: Iterable[tuple[np.ndarray, np.ndarray]], *, top_k: int = 0) -> tuple[float, int]:
     """Return Pearson's statistic and its degrees of freedom, over the contexts that occurred often enough.
 
-    Tokens that follow equal tokens have one distribution, up to rounding, which with routed experts exceeds
-    the test's precision. The expected count of a token is therefore based on the harmonic mean of its
-    probabilities in the samples that have it, which the choice of these samples does not bias. If rounding
-    changes the set of the top_k tokens, so that more occur, only the more probable half has cells of its
-    own. The first tokens have no drafts and are left out.
+    Tokens that follow equal tokens have one distribution, up to rounding. The expected count of a token is
+    based on the harmonic mean of its probabilities in the samples that have it, which the choice of these
+    samples does not bias. If rounding changes the set of the top_k tokens, only the more probable half has
+    cells of its own. The first tokens have no drafts and are left out.
 
-    completions: token ids [R] and their log-probs [R] for samples of one prompt. top_k: number of
-        the most probable tokens that the samples were drawn from; 0: all.
+    completions: token ids [R] and their log-probs [R] for samples of one prompt. top_k: 0: all.
     """
     counts: defaultdict[bytes, Counter[int]] = defaultdict(Counter)
     inverses: defaultdict[tuple[bytes, int], float] = defaultdict(float)

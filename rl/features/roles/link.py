@@ -321,11 +321,10 @@ class Link:
         return done
 
     def check_weights(self) -> None:
-        """Raise RefitMismatch if the engine's weights differ from the weights of the last refit.
+        """Raise RefitMismatch if the engine's weights differ from the checksums of the last refit.
 
-        It compares the trainers' checksums of every SAMPLED-th weight, or of all with `refit.changed_only`,
-        once per version: a leader when it sends the first samples of a version, other ranks before they take
-        the next version. Not collective.
+        Call it once per version: on a leader before it sends the version's first samples, on other ranks
+        before they take the next version. Not collective.
         """
         sums, self._sums = self._sums, []
         if not sums:
@@ -338,7 +337,7 @@ class Link:
                 raise RefitMismatch(
                     f"rank {self.rank} acknowledged version {engine.weights_version}, but {len(wrong)} of "
                     f"{len(sent.regions)} compared parts of its weights are not what was sent, first that of "
-                    f"{planned.in_place[weight].hf[0]} by rank {source}: the update was not applied."
+                    f"{planned.in_place[weight].hf[0]} by rank {source}."
                 )
 
     def _await_receivers(self, number: int) -> None:

@@ -154,7 +154,7 @@ def test_every_rank_names_the_field_and_the_odd_rank(found, case, field, rank):
         assert case != "phase" or ") has update; the other 2 ranks: score" in text
 
 
-OTHERS = "the other replicas (the first, where there are two)"
+OTHERS = "the other replicas, or the first of two"
 
 
 @pytest.mark.parametrize(
