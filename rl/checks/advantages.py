@@ -1,10 +1,7 @@
-"""Computes the advantages of some groups of a step a second time, in float64, from scores and config, and the
-weights of `objective.filtration`.
+"""Computes rewards, advantages, labels and weights of some groups of a step a second time, in float64.
 
-Nothing here calls `rl.objectives`: each formula is written again. The numbers of the algorithm must agree
-with it up to float32 rounding; whitened advantages also up to a shift and a scale, with a mean of 0 and a
-variance of at most 1 over the batch. Not computed again: estimators without an entry in FORMULAS, advantages
-to which a teacher contributes, and the numbers of a user's algorithm.
+Nothing here calls `rl.objectives`: each formula is written again. Results must agree up to float32 rounding,
+whitened ones up to a shift and a scale. Numbers of a teacher or of a user's algorithm are not compared.
 """
 
 import math
@@ -12,18 +9,17 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from torch import Tensor
+import torch
 
-from rl.checks.batches import CheckFailed, place
+from rl.checks.batches import CheckFailed, expect, place
 from rl.config.objective import Objective
 from rl.config.schema import Config
 from rl.config.terms import AdaptiveEntropy
 from rl.data.batch import COLUMNS, Batch
 
 NUM_VALUES = 500
-"""Number of samples and counted tokens for which a step computes advantages again. Whole groups are drawn, at
-least one, until it is reached."""
-ROUNDING = 16 * np.finfo(np.float32).eps
+"""Number of samples and counted tokens up to which whole groups are computed again, at least one group."""
+ROUNDING = 16 * float(np.finfo(np.float32).eps)
 """Maximum relative error of a result of a few float32 operations."""
 WHITEN_EPS, EPS = 1e-8, 1e-6
 """Numbers that are added to the variance by whitening, and to standard deviations and means of groups."""
@@ -32,7 +28,6 @@ NOT_REWARDS = {"acc", "failed", "judge", "reward_model", "score"}
 GroupValues = Sequence[float | np.ndarray] | np.ndarray
 """For each sample of a group one number, or one number for each counted token."""
 OfGroup = Callable[["_Numbers", list[int]], GroupValues]
-"""Advantages of a group, from the numbers of a batch and the samples of the group."""
 
 
 class _Numbers:
@@ -46,10 +41,15 @@ class _Numbers:
             members.setdefault(group, []).append(sample)
         self.groups = list(members.values())
 
-    def tokens(self, name: str, sample: int) -> np.ndarray:
-        """Return a token column at the counted tokens of a sample."""
+    def tokens(
+        self, name: str, sample: int, *, default: float | None = None, counted: bool = True
+    ) -> np.ndarray:
+        """Return a token column, or `default` without it, at the counted or all tokens of a sample."""
         span = slice(*self.samples.offsets[sample : sample + 2].tolist())
-        return self.samples.column(name)[span][self.samples.mask[span] > 0].double().numpy()
+        mask, has_column = self.samples.mask[span], self.samples.named(name) is not None
+        has_column |= default is None  # then `column` raises an error
+        own = self.samples.column(name)[span] if has_column else torch.full_like(mask, default or 0.0)
+        return (own[mask > 0] if counted else own).double().numpy()
 
     def size(self, sample: int) -> int:
         """Return the number of counted tokens."""
@@ -57,8 +57,7 @@ class _Numbers:
 
     def some(self) -> list[list[int]]:
         """Return randomly chosen groups with about NUM_VALUES samples and tokens."""
-        chosen: list[list[int]] = []
-        size = 0
+        chosen, size = list[list[int]](), 0
         for group in random.Random(self.samples.fingerprint).sample(self.groups, len(self.groups)):
             size += sum(1 + self.size(sample) for sample in group)
             if chosen and size > NUM_VALUES:
@@ -68,7 +67,7 @@ class _Numbers:
 
 
 def check_baselines(batch: Batch, greedy: Batch, config: Config) -> None:
-    """Check that each sample has the reward of the greedy response to its own prompt. Raises CheckFailed."""
+    """Raise CheckFailed unless each sample has the reward of the greedy response to its own prompt."""
     numbers, of_prompt = _Numbers(greedy, config.objective), dict[int, list[float]]()
     for response, group in enumerate(greedy.groups.tolist()):
         _check_reward(numbers, response, config, coef=0.0)
@@ -76,18 +75,15 @@ def check_baselines(batch: Batch, greedy: Batch, config: Config) -> None:
     for sample, (group, found) in enumerate(zip(batch.groups.tolist(), batch.column("baselines").tolist())):
         own = of_prompt.get(batch.prompts[group].index, [math.nan])  # several if two epochs meet in the step
         expected = min(own, key=lambda value: abs(found - value))
-        if not abs(found - expected) <= ROUNDING * abs(expected):
-            raise CheckFailed(
-                f"baseline check: {place(batch, sample)} has the baseline {found:.6g}, but the greedy "
-                f"response to its prompt has the reward {expected:.6g}: baselines belong to other prompts."
-            )
+        what = f"baseline check: {place(batch, sample)} has the baseline"
+        source = "the greedy response to its prompt has the reward"
+        expect(what, found, source, expected, slack=ROUNDING * abs(expected))
 
 
 def check_kl_coef(batch: Batch, config: Config, before: float, after: float, *, moves: bool) -> None:
-    """Check a step of the coefficient of `objective.reward_kl`. Raises CheckFailed.
+    """Raise CheckFailed unless the coefficient of `objective.reward_kl` follows from the one before the step.
 
-    before, after: coefficient of this step, with which `rewards` must follow from the scores, and of the
-    next step. moves: whether an adaptive coefficient may change in this step.
+    before: the coefficient with which rewards follow from scores. moves: whether an adaptive one may change.
     """
     penalty, samples = config.objective.reward_kl, batch.merge_rows()
     expected, divergence = penalty.coef, _KL.get(penalty.estimator.rstrip("+"))
@@ -104,16 +100,17 @@ def check_kl_coef(batch: Batch, config: Config, before: float, after: float, *, 
         means = (np.bincount(sample, terms) / sizes.clip(1))[sizes > 0]
         error = np.clip(means.mean() / penalty.target - 1, -0.2, 0.2) if len(means) else -0.2
         expected = before * (1 + moves * error * len(means) / penalty.horizon)
-    given = f"{before:.6g} and {len(samples)} samples of the step"
-    _check_coef("objective.reward_kl", after, expected, given)
+    _check_coef(
+        "objective.reward_kl", after, expected, f"{before:.6g} and {len(samples)} samples of the step"
+    )
 
 
 def check_entropy_coef(
     control: AdaptiveEntropy, entropy: float, before: float, found: tuple[float, ...]
 ) -> None:
-    """Check a step of `objective.adaptive_entropy`. Raises CheckFailed.
+    """Raise CheckFailed unless `objective.adaptive_entropy` follows from its coefficient before the step.
 
-    before: coefficient before the step. found: weight of the bonus in this step, and coefficient after it.
+    found: weight of the bonus in this step, and coefficient after it.
     """
     low = entropy <= control.target
     after = min(max(before + (control.delta if low else -control.delta), control.low), control.high)
@@ -123,11 +120,8 @@ def check_entropy_coef(
 
 
 def _check_coef(key: str, found: float, expected: float, given: str) -> None:
-    if not math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-12):
-        raise CheckFailed(
-            f"coefficient check: {key} has the coefficient {found:.6g}, but its formula makes it "
-            f"{expected:.6g} from {given}: it moved by another count or value, or in the wrong direction."
-        )
+    slack, source = max(1e-5 * max(abs(found), abs(expected)), 1e-12), f"by its formula {given} give"
+    expect(f"coefficient check: {key} has the coefficient", found, source, expected, slack=slack)
 
 
 def check_advantages(batch: Batch, config: Config) -> None:
@@ -141,13 +135,10 @@ def check_advantages(batch: Batch, config: Config) -> None:
         for sample in (sample for group in chosen for sample in group):
             _check_reward(numbers, sample, config, coef=goal.reward_kl.coef)
     for group in chosen if config.algorithm in LABELS else ():
-        labels = numbers.samples.column("labels")[group].tolist()
-        for sample, label, own in zip(group, labels, LABELS[config.algorithm](numbers, group)):
-            if not abs(label - own) <= ROUNDING:
-                raise CheckFailed(
-                    f"advantage check: {place(numbers.samples, sample)} has the label {label:.6g}, but "
-                    f"algorithm={config.algorithm} makes it {own:.6g} from the results of its group."
-                )
+        labels, source = numbers.samples.column("labels"), f"algorithm={config.algorithm} makes it"
+        for sample, own in zip(group, LABELS[config.algorithm](numbers, group)):
+            what = f"advantage check: {place(numbers.samples, sample)} has the label"
+            expect(what, float(labels[sample]), source, own, slack=ROUNDING)
     if estimator is None or batch.advantages is None:
         return
     pairs: list[tuple[int, np.ndarray, float]] = []
@@ -182,7 +173,7 @@ def check_advantages(batch: Batch, config: Config) -> None:
 def _rounded(rewards: np.ndarray, advantages: list[np.ndarray]) -> float:
     """Return the size of the rounding errors in a group's advantages; infinity if there is nothing else.
 
-    A reward has a rounding error in proportion to its size. Dividing by a small spread magnifies it.
+    A reward has an error in proportion to its size. Dividing by a small spread magnifies it.
     """
     size, spread = float(np.abs(rewards).max()), float(np.ptp(rewards))
     largest = max((float(np.abs(own).max()) for own in advantages if own.size), default=0.0)
@@ -192,27 +183,19 @@ def _rounded(rewards: np.ndarray, advantages: list[np.ndarray]) -> float:
 
 
 def _compare(numbers: _Numbers, sample: int, name: str, own: np.ndarray, size: float = 1e-3) -> None:
-    """Raise CheckFailed unless a column has the values `own` at the counted tokens of a sample.
-
-    size: lower bound of the scale to which tolerated errors are relative.
-    """
+    """Raise CheckFailed unless a column is `own` at a sample's counted tokens, relative to `size` or more."""
     found = numbers.tokens(name, sample)
     wrong = np.abs(found - own) > ROUNDING * max(size, *np.abs(found), *np.abs(own), size)
     if wrong.any():
         token = int(wrong.argmax())
         key = "objective.filtration" if name == "sample_weights" else "objective.advantage"
-        raise CheckFailed(
-            f"advantage check: {place(numbers.samples, sample)} has {found[token]:.6g} in the column {name} "
-            f"at its counted token {token}, but {key}={getattr(numbers.goal, key.split('.')[1])} gives "
-            f"{own[token]:.6g} for its reward {numbers.rewards[sample]:.4g} and those of its group."
-        )
+        source = f"{key}={getattr(numbers.goal, key.split('.')[1])} makes it"
+        what = f"advantage check: {place(numbers.samples, sample)} has in the column {name} at its counted"
+        expect(f"{what} token {token} the value", found[token], source, own[token], slack=0.0)
 
 
 def _check_reward(numbers: _Numbers, sample: int, config: Config, *, coef: float) -> None:
-    """Raise CheckFailed unless a sample's reward is its score minus the penalties of the config.
-
-    coef: coefficient of the KL penalty.
-    """
+    """Raise CheckFailed unless a reward is the score minus the penalties. coef: of the KL penalty."""
     samples, penalty, reward = numbers.samples, config.objective.reward_kl, config.reward
     score = float(samples.column("scores")[sample])
     expected, slack = score, abs(score)
@@ -230,12 +213,10 @@ def _check_reward(numbers: _Numbers, sample: int, config: Config, *, coef: float
     found = {"reward": numbers.rewards[sample]}
     if samples.token_rewards is not None and numbers.size(sample):
         found["sum of token rewards"] = numbers.tokens("token_rewards", sample).sum()
+    slack, source = ROUNDING * max(slack, 1e-3), f"its score {score:.6g} with the penalties makes"
     for what, value in found.items():
-        if not abs(value - expected) <= ROUNDING * max(slack, 1e-3):
-            raise CheckFailed(
-                f"reward check: {place(samples, sample)} has the {what} {value:.6g}, but its score "
-                f"{score:.6g} with the penalties of the config makes {expected:.6g}."
-            )
+        name = f"reward check: {place(samples, sample)} has the {what}"
+        expect(name, value, source, expected, slack=slack)
 
 
 def _check_whitened(numbers: _Numbers, pairs: list[tuple[int, np.ndarray]]) -> None:
@@ -252,8 +233,7 @@ def _check_whitened(numbers: _Numbers, pairs: list[tuple[int, np.ndarray]]) -> N
     if not abs(mean) <= ROUNDING * size or not least - 1e-4 <= variance <= 1 + 1e-4:
         raise CheckFailed(
             f"advantage check: advantages of {len(counted)} counted tokens have the mean {mean:.4g} and the "
-            f"variance {variance:.4g}, but objective.advantage={numbers.goal.advantage} makes it the mean 0 "
-            f"and the variance {least:.4g} to 1."
+            f"variance {variance:.4g}, but whitening makes them 0 and {least:.4g} to 1."
         )
     if not len(values):
         return
@@ -373,40 +353,31 @@ def _summed_errors(numbers: _Numbers, sample: int, lam: float) -> np.ndarray:
 
 def _turns(numbers: _Numbers, sample: int, name: str = "turns") -> np.ndarray:
     """Return a column at all tokens of a sample. Without turns all belong to turn 1, without reward."""
-    own, (start, end) = numbers.samples.named(name), numbers.samples.offsets[sample : sample + 2].tolist()
-    if own is None:
-        return np.full(end - start, float(name == "turns"))
-    assert isinstance(own, Tensor)
-    return own[start:end].double().numpy()
+    return numbers.tokens(name, sample, default=float(name == "turns"), counted=False)
 
 
 def _at_turns(numbers: _Numbers, sample: int, values: dict[float, float]) -> np.ndarray:
     """Return the value of each counted token's turn."""
-    start, end = numbers.samples.offsets[sample : sample + 2].tolist()
-    counted = (numbers.samples.mask[start:end] > 0).numpy()
-    return np.array([values.get(turn, 0.0) for turn in _turns(numbers, sample)[counted]])
+    return np.array([values.get(turn, 0.0) for turn in numbers.tokens("turns", sample, default=1.0)])
+
+
+def _turn_values(numbers: _Numbers, sample: int, total: float, rewards: np.ndarray) -> dict[float, float]:
+    """Return the discounted rewards from each turn on. The last turn has the rest of `total`, too."""
+    turns = _turns(numbers, sample)
+    own = sorted({turn for turn in turns if turn > 0})
+    x = np.array([rewards[turns == turn].sum() for turn in own])
+    x[-1:] += total - rewards.sum()
+    return dict(zip(own, _to_go(x, numbers.goal.turn_gamma)))
 
 
 def _turn_spread(numbers: _Numbers, group: list[int]) -> GroupValues:
-    gamma, found = numbers.goal.turn_gamma, []
     whole = _relative(numbers.rewards[group], by_std=numbers.goal.normalize_by_std)
-    for advantage, sample in zip(whole, group):
-        last = sorted({turn for turn in _turns(numbers, sample) if turn > 0}, reverse=True)
-        values = {turn: advantage * gamma**later for later, turn in enumerate(last)}
-        found.append(_at_turns(numbers, sample, values))
-    return found
+    values = [_turn_values(numbers, i, own, 0 * _turns(numbers, i)) for i, own in zip(group, whole)]
+    return [_at_turns(numbers, i, own) for i, own in zip(group, values)]
 
 
 def _turn_returns(numbers: _Numbers, group: list[int]) -> list[dict[float, float]]:
-    """Return for each sample the discounted rewards from each turn on, by number of the turn."""
-    found = []
-    for sample in group:
-        turns, rewards = _turns(numbers, sample), _turns(numbers, sample, "turn_rewards")
-        own = sorted({turn for turn in turns if turn > 0})
-        x = np.array([rewards[turns == turn].sum() for turn in own])
-        x[-1:] += numbers.rewards[sample] - rewards.sum()
-        found.append(dict(zip(own, _to_go(x, numbers.goal.turn_gamma))))
-    return found
+    return [_turn_values(numbers, i, numbers.rewards[i], _turns(numbers, i, "turn_rewards")) for i in group]
 
 
 def _turn_return(numbers: _Numbers, group: list[int]) -> GroupValues:
@@ -414,10 +385,8 @@ def _turn_return(numbers: _Numbers, group: list[int]) -> GroupValues:
     every = np.array([value for own in returns for value in own.values()])
     scale = _std(every) + EPS if numbers.goal.normalize_by_std else 1.0
     scale = scale if len(group) > 1 else math.inf
-    return [
-        _at_turns(numbers, sample, {turn: (value - every.mean()) / scale for turn, value in own.items()})
-        for sample, own in zip(group, returns)
-    ]
+    values = [{turn: (value - every.mean()) / scale for turn, value in own.items()} for own in returns]
+    return [_at_turns(numbers, i, own) for i, own in zip(group, values)]
 
 
 def _of_rewards(formula: Callable[[np.ndarray, bool], np.ndarray]) -> OfGroup:

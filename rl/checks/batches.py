@@ -1,7 +1,6 @@
-"""Checks of a batch between phases. They find errors that no phase notices, but with which a run learns less.
+"""Checks of a batch between phases. They are pure, so that every rank raises the same CheckFailed.
 
-A check costs about as much as one pass over a token column on the host. Every function is pure and every rank
-has the same batch. Therefore CheckFailed is raised on every rank.
+A check costs about as much as one pass over a token column on the host.
 """
 
 import math
@@ -16,12 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rl.config.agents import Agents
 from rl.config.correction import RolloutCorrection
+from rl.config.rollout import Rollout
+from rl.config.schema import Config
 from rl.data.batch import Batch, segment_counts
 from rl.data.prompts import Prompt
 from rl.objectives.log_ratio import MAX_LOG_RATIO
 from rl.objectives.segments import segment_sum
 from rl.rewards.score import INVALID
+from rl.rollout.inversion import uniforms
+from rl.rollout.sampling import PARAMETERS, parameters_code
 
 RISK = 1e-12
 """Maximum probability that a statistical check ends a healthy run at one step, for every model and dtype."""
@@ -33,15 +37,20 @@ Graded = tuple[float, str | None]
 """Value and answer of a sample; None: it has no answer."""
 RATIO_ERROR = 0.01
 """Relative rounding error of the ratio of a long sample."""
+SMALLEST_TEMPERATURE = 0.01
+"""vLLM raises a lower temperature, except 0, to this value."""
 
 
 class CheckFailed(RuntimeError):
     """Raised if a check finds that the run would learn from something wrong."""
 
 
+class StaleTokens(RuntimeError):
+    """Raised on every rank if a batch has tokens that were sampled by too old weights."""
+
+
 def place(batch: Batch, sample: int) -> str:
-    """Return text such as 'sample 17 (prompt 5)': the index in the batch, and the row of the prompt in the
-    data."""
+    """Return text such as 'sample 17 (prompt 5)': index in the batch, and row of the prompt in the data."""
     group = int(batch.groups[sample])
     return f"sample {sample} (prompt {batch.prompts[group].index})" if batch.prompts else f"sample {sample}"
 
@@ -50,6 +59,12 @@ def token_place(batch: Batch, token: int) -> str:
     """Return text such as 'token 3 of sample 17 (prompt 5)'. token: index in a token column."""
     sample = int((batch.offsets[1:] <= token).sum())
     return f"token {token - int(batch.offsets[sample])} of {place(batch, sample)}"
+
+
+def expect(what: str, found: float, source: str, expected: float, *, slack: float | None = None) -> None:
+    """Raise CheckFailed unless a number is the expected one, which `source` gives, up to `slack`."""
+    if not abs(found - expected) <= (1e-6 * (1 + abs(expected)) if slack is None else slack):  # or NaN
+        raise CheckFailed(f"{what} {found:.6g}, but {source} {expected:.6g}.")
 
 
 def refuse(check: str, batch: Batch, wrong: Tensor | Sequence[int], problem: str, cause: str) -> None:
@@ -65,9 +80,9 @@ def refuse(check: str, batch: Batch, wrong: Tensor | Sequence[int], problem: str
 
 
 def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
-    """Check that every sample belongs to the group of its prompt, and that no group lacks a sample.
+    """Raise CheckFailed if a sample is in another prompt's group, or a group lacks a sample.
 
-    Trajectories are not checked, because environments may fail and contexts may be rewritten.
+    Trajectories are not checked: environments may fail, and contexts may be rewritten.
     """
     if not batch.prompts or batch.turns is not None:
         return
@@ -79,17 +94,12 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
     if odd := (sizes != samples_per_prompt).nonzero().flatten().tolist():
         raise CheckFailed(
             f"group check: group {odd[0]} (prompt {batch.prompts[odd[0]].index}) has {int(sizes[odd[0]])} "
-            f"samples instead of rollout.samples_per_prompt={samples_per_prompt}, as {len(odd) - 1} further "
-            "groups have another number."
+            f"samples instead of rollout.samples_per_prompt={samples_per_prompt}, as {len(odd) - 1} others."
         )
 
 
 def check_digests(batch: Batch) -> None:
-    """Check that each sample still has the tokens and the ending with which it was delivered, and its own
-    score.
-
-    A user's algorithm may fill `scores` itself, but it may not move scores to other samples.
-    """
+    """Raise CheckFailed unless each sample has the tokens, ending and score of its delivery and scoring."""
     if batch.digests is None:
         return
     delivered = batch.hash_samples()
@@ -102,7 +112,7 @@ def check_digests(batch: Batch) -> None:
 
 
 def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[int]:
-    """Check that no seed was used twice, in this call or in an earlier call. Return the seeds."""
+    """Raise CheckFailed if a seed was used twice, in this or an earlier call. Return the seeds."""
     if batch.seeds is None:
         return frozenset()
     whole = batch.merge_rows()
@@ -116,19 +126,19 @@ def check_seeds(batch: Batch, earlier: Iterable[Collection[int]]) -> frozenset[i
 
 
 def check_order(batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int) -> None:
-    """Check that a batch holds the samples of each prompt one after another, in the order of the prompts."""
+    """Raise CheckFailed unless a batch holds the samples of each prompt, in the order of the prompts."""
     indices = [prompt.index for prompt in prompts for _ in range(samples_per_prompt)]
     found = [batch.prompts[group].index for group in batch.groups.tolist()]
     if found != indices:
         sample = next((i for i, pair in enumerate(zip(found, indices)) if pair[0] != pair[1]), len(found))
         raise CheckFailed(
-            f"order check: the samples of a validation are {len(found)} instead of {len(indices)}, or not in "
-            f"the order of its prompts, from sample {sample} on: results would be those of other prompts."
+            f"order check: the samples of a validation are {len(found)} instead of {len(indices)}, or in "
+            f"another order than its prompts, from sample {sample} on."
         )
 
 
 def check_table(batch: Batch, metrics: Mapping[str, float], answers: Sequence[str | None] = ()) -> None:
-    """Check the statistics of the accuracies and scores of a validation, computed again from its samples.
+    """Raise CheckFailed unless the statistics of a validation follow from its samples.
 
     answers: for the majority vote, in the order of the batch.
     """
@@ -144,35 +154,28 @@ def check_table(batch: Batch, metrics: Mapping[str, float], answers: Sequence[st
             section, _, name = key.partition(f"/{source}/{variable}/")
             if section not in ("val-core", "val-aux") or not STATISTIC.fullmatch(name):
                 continue
-            value = np.mean([_statistic(name, own) for own in groups.values()])
-            if not (math.isnan(value) or abs(found - value) <= 1e-6 * (1 + abs(value))):
-                raise CheckFailed(
-                    f"validation check: {variable}/{name} of {source} is {found:.6g}, but samples of "
-                    f"its prompts give {value:.6g}: the table mixes samples of different prompts, or another "
-                    "statistic has this name."
-                )
+            value = float(np.mean([_statistic(name, own) for own in groups.values()]))
+            if not math.isnan(value):
+                what = f"validation check: {variable}/{name} of {source} is"
+                expect(what, found, "samples of its prompts give", value)
 
 
 def check_losses(losses: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> None:
-    """Check loss and perplexity of held-out responses. losses: -log pi of the trained tokens, by source."""
+    """Raise CheckFailed unless loss and perplexity of held-out responses follow from their tokens.
+
+    losses: -log pi of the trained tokens, by source.
+    """
     every = {"val": [own for parts in losses.values() for own in parts]}
     for name, parts in ({f"val-core/{source}": parts for source, parts in losses.items()} | every).items():
         value = float(torch.cat([*parts]).double().mean())
         for key, expected in (("loss", value), ("perplexity", float(np.exp(value)))):
             found = metrics[f"{name}/{key}"]
-            is_equal = found == expected or abs(found - expected) <= 1e-6 * (1 + abs(expected))
-            if not (is_equal or math.isnan(value)):
-                raise CheckFailed(
-                    f"validation check: {name}/{key} is {found:.6g}, but its trained tokens give "
-                    f"{expected:.6g}: it is a mean with other weights, or of other responses."
-                )
+            if found != expected and not math.isnan(value):  # both may be infinite
+                expect(f"validation check: {name}/{key} is", found, "its trained tokens give", expected)
 
 
 def _statistic(name: str, samples: list[Graded]) -> float:
-    """Return a statistic of a prompt's samples; NaN for one over more than MAX_SUBSETS subsets of them.
-
-    name: as in `rl.run.validation_metrics`, for example best@2/std.
-    """
+    """Return a statistic of a prompt's samples, such as best@2/std; NaN if it has more than MAX_SUBSETS."""
     kind, _, size = name.partition("/")[0].partition("@")
     values = [value for value, _ in samples]
     if kind in OF_SUBSETS:
@@ -200,23 +203,18 @@ OF_SUBSETS: dict[str, Callable[[Sequence[Graded]], float]] = {
 
 
 def check_held_out(prompts: Sequence[Prompt], files: Sequence[str]) -> None:
-    """Check that the prompts of a validation are different rows of the files of `data.val`."""
+    """Raise CheckFailed unless the prompts of a validation are different rows of the files of `data.val`."""
     known, seen = {str(Path(file)) for file in files}, {""}
     for prompt in prompts:
         if prompt.place and (prompt.place.rpartition(", row ")[0] not in known or prompt.place in seen):
-            raise CheckFailed(
-                f"validation check: {prompt.place} is not in data.val, or is measured twice: the results "
-                "would not be those of the held-out prompts."
-            )
+            raise CheckFailed(f"validation check: {prompt.place} is not in data.val, or is measured twice.")
         seen.add(prompt.place)
 
 
 def check_sides(batch: Batch, rows: Sequence[Any]) -> None:
-    """Check that a batch of responses from the data has the drawn rows' responses, each on its side."""
-    expected: list[np.ndarray] = []
-    for row in rows:
-        names = ("chosen_ids", "rejected_ids") if hasattr(row, "chosen_ids") else ("response_ids",)
-        expected += [getattr(row, name) for name in names]
+    """Raise CheckFailed unless a batch has the responses of the drawn rows, each on its side."""
+    names = ("chosen_ids", "rejected_ids", "response_ids")
+    expected = [getattr(row, name) for row in rows for name in names if hasattr(row, name)]
     labels, own = batch.extra.get("labels"), [getattr(row, "label", None) for row in rows]
     wrong = [i for i, ids in enumerate(expected) if not np.array_equal(ids, batch.response_ids[i])]
     wrong += [i for i, label in enumerate(own) if labels is not None and bool(labels[i]) != label]
@@ -225,7 +223,7 @@ def check_sides(batch: Batch, rows: Sequence[Any]) -> None:
 
 
 def check_mismatched(batch: Batch, others: Batch, parts: Sequence[Sequence[int]]) -> None:
-    """Check that prompts have responses to other prompts of their part, if the part has several prompts.
+    """Raise CheckFailed unless mismatched responses answer other prompts of their part, if it has several.
 
     others: the batch with exchanged responses. parts: lists of indices of samples.
     """
@@ -241,15 +239,12 @@ def check_mismatched(batch: Batch, others: Batch, parts: Sequence[Sequence[int]]
         refuse("loss", batch, wrong if has_several else [], what, cause)
 
 
-def check_endings(
-    batch: Batch, *, max_tokens: int | None, limit: int, stop_ids: Collection[int], ends_at_text: bool
-) -> None:
-    """Check that every response ends at its first stop token, or is truncated at the length limit.
+def check_endings(batch: Batch, rollout: Rollout, stop_ids: Collection[int], *, limits_vary: bool) -> None:
+    """Raise CheckFailed unless every response ends at its first stop token, or is truncated at the limit.
 
-    max_tokens: length of truncated responses; None if samples may have different limits, of at most `limit`.
-    ends_at_text: whether the engine may also stop at stop strings.
-    Responses with environments are not checked, because their budgets differ.
+    limits_vary: whether samples may have smaller limits. Trajectories are not checked.
     """
+    limit = rollout.max_response_tokens
     if batch.turns is not None or not len(batch):
         return
     ids = torch.from_numpy(np.concatenate(batch.response_ids))
@@ -257,12 +252,11 @@ def check_endings(
     counts, lengths = segment_counts(is_stop, batch.lengths), batch.lengths
     last = (batch.offsets[1:] - 1).clamp(min=0)
     ended = is_stop[last] & (lengths > 0) if len(ids) else lengths > 0
+    is_lost = ~batch.truncated & ~ended & (not rollout.stop)
+    is_early = batch.truncated & (lengths != limit) & (not limits_vary)
     problems = {
-        "is complete by its label, but does not end with a stop token": ~batch.truncated
-        & ~ended
-        & (not ends_at_text),
-        f"is truncated by its label, but not at rollout.max_response_tokens={max_tokens}": batch.truncated
-        & (lengths != (lengths if max_tokens is None else max_tokens)),
+        "is complete by its label, but does not end with a stop token": is_lost,
+        f"is truncated by its label, but not at rollout.max_response_tokens={limit}": is_early,
         "continues after a stop token": counts > ended.long(),
         f"is longer than rollout.max_response_tokens={limit}": lengths > limit,
     }
@@ -275,8 +269,7 @@ def check_endings(
 def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
     """Return a warning if every sample has the same score, and few earlier groups had it; "" otherwise.
 
-    history: number of groups so far by the score that all their samples had, and under "differs" the number
-        of groups with several scores. The groups of the batch are added to it.
+    history: number of groups so far by the score that all their samples had, or "differs"; updated.
     """
     assert batch.scores is not None
     value, total = float(batch.scores[0]), sum(history.values())
@@ -295,23 +288,22 @@ def warn_of_constant_scores(batch: Batch, history: Counter[float | str]) -> str:
     )
 
 
-def check_turns(batch: Batch, *, max_turns: int, max_tokens: int) -> None:
-    """Check that trajectories keep to `agents.max_turns` and `agents.max_tokens_per_turn` (0: no limit)."""
+def check_turns(batch: Batch, agents: Agents) -> None:
+    """Raise CheckFailed if a trajectory exceeds `agents.max_turns` or `max_tokens_per_turn` (0: no limit)."""
     if batch.turns is None:
         return
-    owner = torch.arange(len(batch)).repeat_interleave(batch.lengths)
-    own = batch.turns > 0
+    owner, own = torch.arange(len(batch)).repeat_interleave(batch.lengths), batch.turns > 0
     turns, sizes = torch.stack([owner[own], batch.turns[own].long()]).unique(dim=1, return_counts=True)
-    for key, limit, found in (("max_turns", max_turns, turns[1]), ("max_tokens_per_turn", max_tokens, sizes)):
+    for key, found in (("max_turns", turns[1]), ("max_tokens_per_turn", sizes)):
+        limit = getattr(agents, key)
         if limit and len(found) and int(found.max()) > limit:
-            raise CheckFailed(
-                f"turn check: {place(batch, int(turns[0][found.argmax()]))} has {int(found.max())}, but "
-                f"agents.{key}={limit}: a trajectory did not end, or a turn was not cut, where it should."
-            )
+            what = f"{{sample}} has {int(found.max())}, but agents.{key}={limit}"
+            cause = "a trajectory did not end, or a turn was not cut"
+            refuse("turn", batch, [int(turns[0][found.argmax()])], what, cause)
 
 
 def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:
-    """Check that the loss weights are the ratios pi_old / pi_rollout, within the bounds of the config.
+    """Raise CheckFailed unless the loss weights are the ratios pi_old / pi_rollout, within their bounds.
 
     A weight of 0 is allowed for ratios outside of the bounds of icepop. Those of prefixes are not known here.
     """
@@ -334,8 +326,8 @@ def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:
         token = int(wrong.nonzero()[0])
         raise CheckFailed(
             f"loss weight check: a token has the importance weight {float(weights[token]):.4g}, but log "
-            f"pi_old - log pi_rollout = {float(gap[token]):.4g} gives {float(expected[token]):.4g} within "
-            f"the bounds of rollout_correction ({token_place(batch, token)})."
+            f"pi_old - log pi_rollout = {float(gap[token]):.4g} gives {float(expected[token]):.4g} by the "
+            f"bounds of rollout_correction ({token_place(batch, token)})."
         )
 
 
@@ -347,9 +339,9 @@ def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
     if batch.rollout_logprobs is None or not correction.rejections:
         return
     if batch.old_logprobs is None:
+        reject = correction.reject
         raise CheckFailed(
-            "rejection check: the update begins without old_logprobs, so rollout_correction.reject="
-            f"{correction.reject} has left out no token."
+            f"rejection check: the update begins without old_logprobs for rollout_correction.reject={reject}."
         )
     counted, ratio = batch.mask > 0, batch.rollout_logprobs - batch.old_logprobs
     statistics = {"k1": ratio, "k2": ratio.square() / 2, "k3": torch.expm1(-ratio) + ratio}
@@ -369,7 +361,7 @@ def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
 
 
 def check_informative(batch: Batch, everything: Batch | None, wanted: int) -> None:
-    """Check that dynamic sampling has kept the first groups whose samples have different scores.
+    """Raise CheckFailed unless dynamic sampling has kept the first groups with different scores.
 
     everything: all groups of the step's rounds; None if unknown. wanted: data.prompts_per_step.
     """
@@ -384,13 +376,81 @@ def check_informative(batch: Batch, everything: Batch | None, wanted: int) -> No
     kept = ranges(batch)
     if equal := [index for index, differs in kept if not differs]:
         raise CheckFailed(
-            f"group check: all samples of prompt {equal[0]} have the same score, but dynamic sampling keeps "
-            "only groups whose samples have different scores."
+            f"group check: all samples of prompt {equal[0]} have the same score, but dynamic sampling is on."
         )
     if everything is not None and everything.scores is not None:
         expected = [index for index, differs in ranges(everything) if differs][:wanted]
         if (found := [index for index, _ in kept]) != expected:
             raise CheckFailed(
                 f"group check: dynamic sampling kept the groups of the prompts {found[:8]}, but the first "
-                f"with different scores are those of {expected[:8]}: groups were selected by other numbers."
+                f"with different scores are those of {expected[:8]}."
             )
+
+
+def check_staleness(batch: Batch, version: int, limit: int) -> dict[str, float]:
+    """Return metrics of the staleness of tokens. Raises StaleTokens if it is not within 0 to `limit`.
+
+    version: of the policy that learns from the batch. limit: `rollout.max_staleness` with carry-over,
+    `roles.lag` with roles, 0 otherwise.
+    """
+    assert batch.weight_versions is not None and batch.mask is not None, "the policy sampled no tokens"
+    ages, counted = version - batch.weight_versions, batch.mask > 0
+    sampled, wrong = ages[counted], counted & ((ages > limit) | (ages < 0))
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise StaleTokens(
+            f"{int(wrong.sum())} of {len(sampled)} tokens have a staleness outside of 0 to {limit} versions "
+            f"of the policy, the first one {int(ages[first])} ({token_place(batch, first)}, version "
+            f"{version - int(ages[first])} of {version}): the engine generated without the present weights, "
+            "with another point's adapter, or samples were kept too long. This is a bug; please report it."
+        )
+    if not len(sampled):
+        return {}
+    return {"staleness/mean": float(sampled.double().mean()), "staleness/max": float(sampled.max())}
+
+
+def expected_parameters(config: Config, purpose: str) -> dict[str, Any]:
+    """Return the parameters by vLLM's names. purpose: training, greedy or validation (sampled)."""
+    rollout, validation = config.rollout, config.validation
+    found: dict[str, Any] = {"stop": rollout.stop, "stop_token_ids": rollout.stop_token_ids}
+    if purpose == "greedy":
+        found["temperature"] = 0.0
+    elif purpose == "validation":
+        found |= {"temperature": validation.temperature, "min_p": rollout.min_p}
+        found |= {"top_p": validation.top_p or rollout.top_p, "top_k": validation.top_k or rollout.top_k}
+    else:
+        found |= {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+    if not found["temperature"]:
+        return {name: value for name, value in found.items() if name not in ("top_p", "top_k", "min_p")}
+    return found | {"temperature": max(found["temperature"], SMALLEST_TEMPERATURE)}
+
+
+def check_uniforms() -> None:
+    """Raise CheckFailed if two tokens of a sample, or two samples, get the same random number."""
+    seeds, positions = (index.ravel() for index in np.indices((16, 32)))
+    found = uniforms(seeds.astype(np.uint64), positions)
+    if len(np.unique(found)) < len(found) or abs(found.mean() - 0.5) > 0.1:
+        raise CheckFailed(
+            f"sampling check: {len(found)} tokens of different samples and positions get only "
+            f"{len(np.unique(found))} random numbers, with the mean {found.mean():.3g}."
+        )
+
+
+def check_sampling(batch: Batch, config: Config, purpose: str) -> None:
+    """Raise CheckFailed if the engine sampled with other parameters than the config has for the purpose."""
+    if batch.sampled_with is None:
+        return
+    expected = expected_parameters(config, purpose)
+    wrong = (batch.sampled_with != parameters_code(expected)) & (batch.sampled_with != -1)
+    if not wrong.any():
+        return
+    purposes = ("training", "greedy", "validation")
+    others = {f"the parameters of {other}": expected_parameters(config, other) for other in purposes}
+    for name, neutral in PARAMETERS.items():
+        values = (True, False) if isinstance(neutral, bool) else (neutral,)
+        others |= {f"{name}={value}": expected | {name: value} for value in values}
+    code = int(batch.sampled_with[wrong][0])
+    named = [what for what, parameters in others.items() if code == parameters_code(parameters)]
+    given = ", ".join(f"{name}={value}" for name, value in expected.items())
+    what = f"the engine sampled {{sample}} with {['other parameters', *named][-1]}"
+    refuse("sampling", batch, wrong, what, f"the config gives {given} for {purpose}")

@@ -24,9 +24,8 @@ def cause_of(
 ) -> str:
     """Return a sentence about the change that makes the mismatch vanish. Collective over the world.
 
-    The parts of the model check their own inputs first, for example recorded routes, and may raise. plans:
-    the mini-batches. counted: bool [T], the compared tokens. limit: mean difference that rounding
-    explains, in nats.
+    The parts of the model check their own inputs first and may raise. plans: the mini-batches. counted: bool
+    [T], the compared tokens. limit: mean difference that rounding explains, in nats.
     """
     model.parts.metrics(model.device.torch)
     engine, old = batch.column("rollout_logprobs"), batch.column("old_logprobs")
@@ -73,10 +72,7 @@ def _rearranged(batch: Batch, old: Tensor, few: Tensor) -> Iterator[tuple[str, T
 def _changes(
     model: TrainingEngine, batch: Batch, plan: MicroBatchPlan, first: Tensor
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Yield the changes, special ones first, and functions that return log-probs, float32 [T].
-
-    first: log-probs of a pass without a change.
-    """
+    """Yield changes and functions that return log-probs, float32 [T]. first: those of an unchanged pass."""
 
     def run(batch: Batch = batch, plan: MicroBatchPlan = plan, **changed: Any) -> Tensor:
         kept = {name: getattr(model, name) for name in changed}
@@ -97,12 +93,12 @@ def _changes(
     if model.has_frozen_weights:
         yield "without the adapter", lambda: _without_adapter(model, run)
     elif model.reference is not None:
-        yield "with the reference weights", lambda: _of_reference(model, run)
 
+        def of_reference() -> Tensor:
+            with model.reference_weights():
+                return run()
 
-def _of_reference(model: TrainingEngine, run: Callable[[], Tensor]) -> Tensor:
-    with model.reference_weights():
-        return run()
+        yield "with the reference weights", of_reference
 
 
 def _without_adapter(model: TrainingEngine, run: Callable[[], Tensor]) -> Tensor:

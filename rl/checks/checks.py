@@ -1,7 +1,4 @@
-"""Compares the results of a step with a second source, at several moments of the step.
-
-For example, `Checks.generated` runs after the samples were generated. docs/checks.md lists the checks.
-"""
+"""Compares the results of a step with a second source, at several moments of the step (docs/checks.md)."""
 
 import math
 from collections import deque
@@ -14,16 +11,12 @@ from torch import Tensor
 from rl.checks import batches, logprobs
 from rl.checks.advantages import check_advantages, check_baselines
 from rl.checks.causes import cause_of
-from rl.checks.entropy import ENTROPY_SLACK, DrawnEntropy
-from rl.checks.foresight import check_foresight
 from rl.checks.head import check_head
 from rl.checks.objective import check_loss
 from rl.checks.precision import check_columns, check_precision
-from rl.checks.reference import SecondPass
+from rl.checks.reference import SecondPass, check_foresight
 from rl.checks.rounding import RoundingNoise
-from rl.checks.sampling import check_sampling, check_uniforms
 from rl.checks.slope import SlopeCheck
-from rl.checks.staleness import check_staleness
 from rl.checks.updates import UpdateChecks, WrongLearningRate, check_coverage, expected_rate
 from rl.config.declarations import shipped
 from rl.config.needs import algorithm_of
@@ -42,8 +35,6 @@ SEEDS_OF_CALLS = 16
 
 
 class StartState(Protocol):
-    """Weights and state at the start of a run (`rl.checkpoint.start`)."""
-
     digest: str
 
     def check(self, name: str, model: TrainingEngine) -> None: ...
@@ -60,15 +51,13 @@ class Checks:
         self._config, self._policy, self._end_ids = config, policy, end_ids
         slack, weights = config.agreement.logprob_slack, policy.weight_map
         coarser = logprobs.FP8_FACTOR if config.rollout.quantization == "fp8" else 1
-        self._limit = slack * logprobs.rounding_limit(weights.hf, weights.dtype) if slack else 0.0
+        self._limit = slack * logprobs.rounding_limit(weights.hf, weights.dtype)
         self._engine_limit = self._limit * coarser
-        """Maximum mean difference of log-probs, relative to their mean size, within the trainer and to the
-        engine. 0: log-probs are not compared."""
+        """Maximum mean difference to the engine, relative to the size of log-probs. 0: not compared."""
         is_measured = slack > 0 and weights.dtype is torch.bfloat16 and config.model.numerics != "bitwise"
         is_measured &= config.training.router_replay != "engine"  # its own check names the layer
-        self.noise: RoundingNoise | None = None
-        if is_measured:
-            self.noise = RoundingNoise(policy.grid.micro_batch_multiple, slack * coarser)
+        multiple = policy.grid.micro_batch_multiple
+        self.noise = RoundingNoise(multiple, slack * coarser) if is_measured else None
         self.start: StartState | None = None
         """State at the start of the run; None if the run keeps no checkpoints."""
         self.everything: Batch | None = None
@@ -86,14 +75,13 @@ class Checks:
         """Checks of this process that are not repeated: "foresight", and models with a compared loss."""
         self._slopes: dict[str, SlopeCheck] = {}
         self._references: dict[TrainingEngine, SecondPass] = {}
-        self._entropy = DrawnEntropy(weights.hf["vocab_size"])
-        check_uniforms()
+        self._entropy = logprobs.DrawnEntropy(weights.hf["vocab_size"])
+        batches.check_uniforms()
 
     def generated(self, batch: Batch, *, limits_vary: bool) -> None:
-        """Check groups, endings, sampling parameters and seeds of the policy's samples.
+        """Check groups, endings, sampling parameters and seeds of all samples: an algorithm may drop some.
 
-        They are checked here and not before the update, because an algorithm may learn from only some samples
-        of a group. limits_vary: whether the samples may have been generated with different length limits.
+        limits_vary: whether samples may have been generated with different length limits.
         """
         rollout = self._config.rollout
         # With other limits, an earlier run may have sampled with other parameters, too.
@@ -104,10 +92,7 @@ class Checks:
     def validated(
         self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int, is_greedy: bool
     ) -> None:
-        """Check a validation's scored samples, whose results are read by their place in the batch.
-
-        prompts: the prompts of the validation, in order.
-        """
+        """Check a validation's scored samples. prompts: the prompts of the validation, in order."""
         batches.check_held_out(prompts, self._config.data.val)
         self._ordered(batch, prompts, samples_per_prompt, "greedy" if is_greedy else "validation")
         batches.check_digests(batch)
@@ -120,7 +105,7 @@ class Checks:
     def _ordered(
         self, batch: Batch, prompts: Sequence[Prompt], samples_per_prompt: int, purpose: str
     ) -> None:
-        check_staleness(batch, self._policy.version, 0)
+        batches.check_staleness(batch, self._policy.version, 0)
         self._samples(batch, samples_per_prompt, purpose)
         batches.check_order(batch, prompts, samples_per_prompt=samples_per_prompt)
 
@@ -128,17 +113,11 @@ class Checks:
         """Check what all samples have in common. purpose: see `check_sampling`; "": limits may vary."""
         rollout = self._config.rollout
         if purpose:
-            check_sampling(batch, self._config, purpose)
-            agents = self._config.agents
-            batches.check_turns(batch, max_turns=agents.max_turns, max_tokens=agents.max_tokens_per_turn)
+            batches.check_sampling(batch, self._config, purpose)
+            batches.check_turns(batch, self._config.agents)
         batches.check_groups(batch, samples_per_prompt=samples_per_prompt)
-        batches.check_endings(
-            batch,
-            max_tokens=rollout.max_response_tokens if purpose else None,
-            limit=rollout.max_response_tokens,
-            stop_ids=self._end_ids | set(rollout.stop_token_ids),
-            ends_at_text=bool(rollout.stop),
-        )
+        stop_ids = self._end_ids | set(rollout.stop_token_ids)
+        batches.check_endings(batch, rollout, stop_ids, limits_vary=not purpose)
 
     def log_probs(
         self, batch: Batch, plans: list[MicroBatchPlan], *, reference: bool, entropy: Tensor | None = None
@@ -153,17 +132,14 @@ class Checks:
         own = self._updates if self._updates is not None and self._updates.batch is batch else None
         if own is not None and own.number > 1 and not reference:
             raise batches.CheckFailed(
-                f"ratio check: old_logprobs were computed in update {own.number} of their step, not before "
-                "the first: with several updates (training.epochs, training.prompts_per_minibatch) they "
-                "need a pass of their own."
+                f"ratio check: old_logprobs were computed in update {own.number} of their step, but with "
+                "several updates they need a pass of their own before the first."
             )
         if reference:
             self.reference_of(self._policy).check(batch, batch.column("ref_logprobs"))
         else:
             if config.model.numerics == "bitwise" and batch.rollout_logprobs is not None:
-                logprobs.check_equal(
-                    batch, self._policy.version, plans, config.run.rollouts if is_replay else ""
-                )
+                logprobs.check_equal(batch, self._policy.version, plans)
             found = self._against_engine(batch, plans, entropy)
         # Policy and reference are equal as long as the policy has not learned.
         if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:
@@ -226,9 +202,8 @@ class Checks:
         if not is_equal or model.spec.optimizer != own:
             raise WrongLearningRate(
                 f"the schedule gives the {name} the learning rate {lr:g} in step {step} of "
-                f"{config.run.max_steps}, with the optimizer {model.spec.optimizer}, but the config gives "
-                f"{expected:g}, with {own}: the schedule restarted, advances twice, decays over other steps, "
-                "or is another model's."
+                f"{config.run.max_steps}, with {model.spec.optimizer}, but the config {expected:g}, {own}: "
+                "the schedule restarted, advances twice, decays over other steps, or is another model's."
             )
 
     def reference_of(self, model: TrainingEngine) -> SecondPass:
@@ -237,10 +212,9 @@ class Checks:
         return self._references.setdefault(model, SecondPass(model, slack))
 
     def weights(self, name: str, model: TrainingEngine) -> None:
-        """Check before an update that all ranks hold equal weights, and run the checks of the model's parts.
+        """Check that all ranks hold equal weights, and the model's parts.
 
-        After the update it would be too late: an update overwrites every weight on all ranks with the value
-        of the rank that owns the weight, so a difference would no longer be seen.
+        An update would overwrite a different copy with the owner's, so it would be too late afterwards.
         """
         check_replicas(name, model.replicas(), control_group())
         check_master_weights(name, model.stale_master_weights(), control_group())
@@ -282,20 +256,17 @@ class Checks:
             batch.column("old_logprobs"),
             counted,
             limit=self._engine_limit,
-            noise=math.inf if self.noise is None else self.noise.limit,
+            noise=math.inf if self.noise is None else self.noise.limit(),
             routes=policy.weight_map.placement.num_experts > 0,
             ranks=[[i for plan in plans for i in samples_of([plan[r]])] for r in range(policy.grid.dp)],
             explain=explain,
         )
         if entropy is not None and self._config.rollout.temperature and not self._selects:
-            self._entropy.check(batch, entropy, counted, slack=self._engine_limit / ENTROPY_SLACK)
+            self._entropy.check(batch, entropy, counted, slack=self._engine_limit / logprobs.ENTROPY_SLACK)
         return found
 
     def _objective(self, name: str, model: TrainingEngine, batch: Batch, loss: Loss) -> None:
-        """Check the advantages of a shipped algorithm, and, once after each start, loss, head and precision.
-
-        Advantages of a user's algorithm are not compared, because it may define them in any way.
-        """
+        """Check a shipped algorithm's advantages and, once after each start, loss, head and precision."""
         config = self._config
         if name == "policy" and config.algorithm in shipped():
             check_advantages(batch, config)

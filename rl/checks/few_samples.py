@@ -14,10 +14,9 @@ from rl.training.micro_batch_plans import MicroBatchPlan, plan_minibatch, sample
 
 
 def first_samples(plan: MicroBatchPlan, size: Callable[[int], int], *, enough: float) -> list[list[int]]:
-    """Return the first samples of each data parallel rank, so many that their sizes add up to `enough`.
+    """Return the first samples of each data parallel rank, in turns, until their sizes add up to `enough`.
 
-    The ranks take turns. With two ranks, sizes of 30 and `enough=64`, for example, two samples of rank 0 and
-    one of rank 1 are selected. size: size of a sample; samples of size 0 are left out.
+    size: size of a sample; samples of size 0 are left out.
     """
     few: list[list[int]] = [[] for _ in plan]
     total = 0
@@ -30,10 +29,7 @@ def first_samples(plan: MicroBatchPlan, size: Callable[[int], int], *, enough: f
 
 
 def only(plan: MicroBatchPlan, few: list[list[int]], *, multiple: int) -> MicroBatchPlan:
-    """Return the first micro-batches of a plan, with only the samples in `few`.
-
-    multiple: number whose multiple the number of micro-batches must be (`Grid.micro_batch_multiple`).
-    """
+    """Return the first micro-batches of a plan, with only the samples in `few`. multiple: of the grid."""
     chosen = {sample for samples in few for sample in samples}
     kept = [[[i for i in micro if i in chosen] for micro in micros] for micros in plan]
     used = max((n for micros in kept for n, micro in enumerate(micros, 1) if micro), default=0)
@@ -54,9 +50,9 @@ def compared_tokens(plan: MicroBatchPlan, batch: Batch, counted: Tensor) -> Tens
 
 
 def output_alone(model: TrainingEngine, one: Batch, plan: MicroBatchPlan, output: str) -> Tensor:
-    """Return an output of a batch of one sample, computed on the first data parallel rank, float32 [T].
+    """Return an output of a batch of one sample, by the first data parallel rank, float32 [T]. Collective.
 
-    plan: any plan of this model. Collective over the world.
+    plan: any plan of this model.
     """
     empty: list[list[int]] = [[]] * (model.grid.micro_batch_multiple - 1)
     rows = [[[0] if rank == 0 else [], *empty] for rank in range(len(plan))]

@@ -1,8 +1,7 @@
 """Compares the functions of a policy's head, and their gradients, with float64.
 
-Once after each start, `linear_logprobs` (and, with a teacher, `linear_divergence`) is computed for random
-hidden states with the policy's own weight, layout and dtype, in several chunks. The second computation starts
-from the same logits, but gathers them over the tensor parallel ranks and is plain torch in float64.
+`linear_logprobs` and, with a teacher, `linear_divergence` are computed for random hidden states, in several
+chunks. The second computation starts from the same logits, gathered over the tensor parallel ranks.
 """
 
 import math
@@ -25,8 +24,7 @@ TOKENS, ROWS = 64, 1024
 OUTPUT_ERROR = 2.0**-14
 """Maximum error of outputs, relative to the largest logit."""
 GRADIENT_ERROR = {torch.float32: 2.0**-9, torch.bfloat16: 2.0**-8}
-"""Maximum error of gradients, relative to their norm. A sum that is rounded to bfloat16 after each chunk has
-an error above 2^-7.5."""
+"""Maximum relative error of gradients. A sum that is rounded to bfloat16 after each chunk errs by 2^-7.5."""
 OfTensor = Callable[[Tensor], Tensor]
 
 
@@ -82,9 +80,8 @@ def problems_of(
 ) -> list[str]:
     """Return how results for random hidden states differ from float64. Collective over the group.
 
-    head: this rank's rows of the head, of which the first ROWS are used. linear, of: with a teacher the
-    divergence of a teacher from hidden states (`linear_divergence`), and its kind. tokens: with
-    `teacher.top_k` its function `top_k` of hidden states; linear is `top_k_divergence`.
+    head: this rank's rows of the head. linear, of: with a teacher `linear_divergence` and its kind. tokens:
+    with `teacher.top_k` its function `top_k` of hidden states; linear is `top_k_divergence`.
     """
     weight = head.detach()[:ROWS].requires_grad_(head.requires_grad)
     vocab_size = len(weight) * group.size() - 3  # as if three rows were padding
@@ -129,11 +126,12 @@ def problems_of(
                 return f"the gradient of {name} for the {what} differs from float64 by {error:.3g}"
         return ""
 
+    masked = partial(logprobs, kept=_Excluded(excluded))
     cases: list[tuple[str, OfTensor, OfTensor]] = [
         ("log-probs and entropy", logprobs, expected),
         (
             "log-probs and entropy under sampling masks",
-            lambda hidden: logprobs(hidden, _Excluded(excluded)),
+            masked,
             lambda x: expected(x.masked_fill(excluded, FLOOR)),
         ),
     ]
@@ -147,8 +145,9 @@ def problems_of(
             given, best = dict(ids=ids, log_q=of_ids), log_q.topk(ids.shape[1]).values
             worst = (log_q.gather(1, ids) - best).abs().max() / (1 + best.abs().max())
             if not float(gathered(worst[None], group).max()) <= OUTPUT_ERROR:
-                number = ids.shape[1]
-                return [f"the {number} tokens of teacher.top_k are not the teacher's most probable ones"]
+                return [
+                    f"the {ids.shape[1]} tokens of teacher.top_k are not the teacher's most probable ones"
+                ]
         divergence = partial(linear, divergence=of, **given, softmax=softmax)
 
         def formula(x: Tensor) -> Tensor:

@@ -1,26 +1,31 @@
 """Compares log-probs of engine, trainer and reference. If all are right, they differ only by rounding."""
 
+import math
 from collections.abc import Callable
-from math import inf, sqrt
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rl.checks.batches import token_place
+from rl.checks.batches import RISK, CheckFailed, token_place
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
 from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 
 PRODUCTS_PER_LAYER = 6
-"""Number of consecutive matrix products in a layer: QKV, scores, weighted sum, output projection, two in the
-MLP."""
+"""Consecutive matrix products in a layer: QKV, scores, weighted sum, output projection, two in the MLP."""
 SLACK = 4
 """Factor for the tail of the distribution of a sum of rounding errors."""
 NUM_EQUAL = 32
 """Number of tokens whose log-probs do not stay equal by chance after an update that moved weights."""
 FP8_FACTOR = 4
-"""Factor by which the limit grows if the engine's weights are in FP8, with a relative error of 2.5 % (root
-mean square). With rounded activations, a product errs by 2.3 times SLACK * 2^-8, the limit in bfloat16."""
+"""Factor of the limit in FP8, where products with rounded activations err by 2.3 times SLACK * 2^-8."""
+FADE = 0.95
+"""Factor by which the sums decay in each step, so that an error that appears late is not diluted."""
+SMALL_VOCABULARY = 4096
+"""Vocabulary below which `DrawnEntropy` cuts as for this one."""
+ENTROPY_SLACK = 8
+"""Divisor of the bound for log-probs: the mean of -log q may differ from the entropy by the quotient."""
 
 
 class LogprobMismatch(RuntimeError):
@@ -34,21 +39,18 @@ class NumericsDiffer(RuntimeError):
 def rounding_limit(hf: dict, dtype: torch.dtype) -> float:
     """Return the limit of the mean difference of log-probs, relative to their mean size.
 
-    The rounding errors of consecutive sums of n terms add up to about sqrt(n) * eps / 2 times the largest
-    logit (Higham and Mary, 2019). In bfloat16 a product is summed in float32 and rounded once.
-
-    hf: content of the model's config.json.
+    Errors of consecutive sums of n terms add up to about sqrt(n) * eps / 2 times the largest logit (Higham
+    and Mary, 2019). In bfloat16 a product is summed in float32 and rounded once. hf: the model's config.json.
     """
     width = hf["hidden_size"] if dtype is torch.float32 else 1
     terms = (PRODUCTS_PER_LAYER * hf["num_hidden_layers"] + 1) * width
-    return SLACK * sqrt(terms) * torch.finfo(dtype).eps / 2
+    return SLACK * math.sqrt(terms) * torch.finfo(dtype).eps / 2
 
 
 def present_tokens(batch: Batch, version: int, *, whole: bool) -> Tensor:
     """Return which counted tokens the engine sampled with the present weights, bool [T].
 
-    version: version of the trainer's weights. whole: whether all tokens of a sample are left out if one of
-        them is older. This is needed if the engine computed the later tokens from a cache of older weights.
+    version: of the trainer's weights. whole: whether a sample with an older token is left out.
     """
     assert batch.mask is not None
     counted = batch.mask > 0
@@ -67,25 +69,18 @@ def check_engine(
     counted: Tensor,
     *,
     limit: float,
-    noise: float = inf,
+    noise: float = math.inf,
     routes: bool,
     ranks: list[list[int]],
     explain: Callable[[float], str] = lambda limit: "",
 ) -> dict[str, float]:
     """Return the mean difference of the engine's log-probs from the trainer's, and its limit, as metrics.
 
-    The difference is taken relative to the mean size of the log-probs, or to 1 nat if this is larger. Raises
-    LogprobMismatch if the difference exceeds the limit.
-
-    Args:
-        logprobs: log-probs of the trainer, float32 [T].
-        counted: the tokens that are compared (`present_tokens`), bool [T].
-        limit: the largest mean difference (`rounding_limit`), relative to the size of log-probs.
-        noise: the largest mean difference according to the measured noise (`rl.checks.rounding`), in nats.
-        routes: whether the model routes tokens to experts. If so, the sample with the largest difference is
-            left out, because a rounding error may route one of its tokens to another expert.
-        ranks: the samples of each data parallel rank of the trainer, for the message.
-        explain: function of the limit, in nats, that returns sentences about the cause for the message.
+    Raises LogprobMismatch above `limit`, relative to the mean size of log-probs (at least 1 nat), or above
+    `noise`, in nats. logprobs: of the trainer, float32 [T]. counted: the compared tokens, bool [T]. routes:
+    whether the sample with the largest difference is left out, because a rounding error may send its tokens
+    to other experts. ranks: the samples of each data parallel rank. explain: function of the limit, in nats,
+    that returns sentences about the cause.
     """
     engines = batch.column("rollout_logprobs")
     gaps = torch.where(counted, (logprobs - engines).abs().double(), 0.0)
@@ -112,10 +107,7 @@ def check_engine(
 
 
 def check_reference(batch: Batch, *, limit: float) -> None:
-    """Raise LogprobMismatch if policy and reference differ, although the policy has not learned yet.
-
-    limit: the largest mean difference (`rounding_limit`).
-    """
+    """Raise LogprobMismatch if policy and reference differ before the policy learns. limit: as above."""
     if batch.ref_logprobs is None or batch.old_logprobs is None:
         return
     gaps = torch.where(batch.mask > 0, (batch.old_logprobs - batch.ref_logprobs).abs().double(), 0.0)
@@ -123,8 +115,7 @@ def check_reference(batch: Batch, *, limit: float) -> None:
     if mean > limit * max(1.0, float(batch.ref_logprobs.abs().mean())):
         raise LogprobMismatch(
             f"before the first update the log-probs of policy and reference differ by {mean:.2g} nats in the "
-            "mean over tokens, but both are the model that the run started from: their weights differ, or a "
-            "pass is random (dropout)."
+            "mean over tokens: their weights differ, or a pass is random (dropout)."
         )
 
 
@@ -140,11 +131,10 @@ def check_moved(batch: Batch) -> None:
         )
 
 
-def check_equal(batch: Batch, version: int, plans: list[MicroBatchPlan], replayed: str = "") -> None:
+def check_equal(batch: Batch, version: int, plans: list[MicroBatchPlan]) -> None:
     """Raise NumericsDiffer if a sampled token has another log-prob in the trainer than in the engine.
 
-    version: version of the policy that learns from the batch. plans: the mini-batches, from which the rank of
-    a sample is known. replayed: run whose samples are replayed (`run.rollouts`).
+    version: of the policy. plans: the mini-batches, from which the rank of a sample is known.
     """
     logprobs, engines = batch.column("old_logprobs"), batch.column("rollout_logprobs")
     differ = (logprobs != engines) & (batch.mask > 0)
@@ -154,17 +144,50 @@ def check_equal(batch: Batch, version: int, plans: list[MicroBatchPlan], replaye
     sample, versions = int((batch.offsets[1:] <= first).sum()), batch.weight_versions
     by_rank = [(rank, samples_of([micros])) for plan in plans for rank, micros in enumerate(plan)]
     holder = next(rank for rank, samples in by_rank if sample in samples)
-    remedy = "Use model.numerics=fast, or compare the libraries and processors of the ranks."
-    if replayed and version:
-        remedy = (
-            f"In run.mode=train_only the weights of version {version} are those of run.rollouts={replayed} "
-            "only if no key that changes an update, such as training.optimizer.lr, differs. Compare the "
-            "config.yaml of both runs, or use model.numerics=fast."
-        )
     raise NumericsDiffer(
         f"model.numerics=bitwise: {int(differ.sum())} of {int((batch.mask > 0).sum())} sampled tokens have "
         f"another log-prob in the trainer than in the engine. The first one is {token_place(batch, first)}: "
         f"{float(logprobs[first])!r} in the trainer (data parallel rank {holder}, weights of version "
         f"{version}), {float(engines[first])!r} in the engine (version "
-        f"{'unknown' if versions is None else int(versions[first])}). {remedy}"
+        f"{'unknown' if versions is None else int(versions[first])}). Compare libraries and processors of "
+        "ranks, and config.yaml with run.rollouts, or use model.numerics=fast."
     )
+
+
+class DrawnEntropy:
+    """If a token x is drawn from q, the expectation of -log q(x) is the entropy H of q.
+
+    With -log q cut off at b, the sum of the differences is a martingale with terms of at most b and
+    conditional variances of at most b H. Let V be the sum of b H. By Freedman's inequality (1975) the sum
+    exceeds a with a probability of at most exp(-a^2 / (2 (V + a b / 3))). The cut lowers the mean by at most
+    vocab_size b exp(-b). With a small vocabulary this hides small errors, so a larger b is tried, too.
+    """
+
+    def __init__(self, vocab_size: int):
+        cuts = {2 * math.log(size) for size in (vocab_size, max(vocab_size, SMALL_VOCABULARY))}
+        self._lost = {cut: vocab_size * cut * math.exp(-cut) for cut in cuts}
+        self._sums = dict.fromkeys(cuts, np.zeros(3))
+        """Sum of the differences, sum of the entropies, and number of tokens, float64 [3], for each b."""
+
+    def check(self, batch: Batch, entropy: Tensor, counted: Tensor, *, slack: float) -> None:
+        """Raise CheckFailed if the tokens were not drawn from the engine's distribution.
+
+        entropy: by the trainer, float32 [T]. counted: bool [T]. slack: mean difference of rounding, in nats.
+        """
+        assert batch.rollout_logprobs is not None
+        own = entropy[counted].double().clamp(min=0.0)
+        surprise = -batch.rollout_logprobs[counted].double()
+        for cut, lost in self._lost.items():
+            step = np.array([float((surprise.clamp(max=cut) - own).sum()), float(own.sum()), len(own)])
+            self._sums[cut] = step + self._sums[cut] * (FADE, FADE**2, FADE)
+            for total, entropies, count in (step, self._sums[cut]):
+                first = -math.log(RISK / 2) * cut / 3
+                limit = first + math.sqrt(first**2 - 2 * math.log(RISK / 2) * cut * entropies)
+                limit += (slack + (lost if total < 0 else 0.0)) * count
+                if abs(total) > limit:
+                    raise CheckFailed(
+                        f"entropy check: over the last {count:.0f} sampled tokens the mean of -log q is "
+                        f"{total / count:+.3g} nats from the entropy of q, more than chance explains "
+                        f"({limit / count:.2g}, probability below {RISK:g}): the tokens were drawn from "
+                        "another distribution."
+                    )

@@ -22,17 +22,15 @@ from rl.training.engine import TrainingEngine
 from rl.training.model import Packed
 
 MAX_CHECKED, MAX_AT_START = 4 << 30, 1 << 30
-"""Maximum number of parameters of a model that is compared, of an export and at the start of a run. Rank 0
-loads the model in float32 into host memory."""
+"""Maximum number of parameters of a compared model, of an export and at the start, in rank 0's memory."""
 NOISE = 8
 """Maximum difference at the start, relative to the noise of the policy's dtype."""
 
 
 def wrong_export(policy: TrainingEngine, directory: Path) -> str | None:
-    """Return on rank 0 how the log-probs of transformers differ from the policy's; None if they agree.
+    """Return on rank 0 how the log-probs of transformers from an export differ from the policy's.
 
-    transformers loads the checkpoint, and both compute the log-probs of random tokens. Models that read
-    images, and models with more than MAX_CHECKED parameters, are not compared. Collective over the world.
+    None if they agree, or for models with images or more than MAX_CHECKED parameters. Collective.
     """
     found = _own_logprobs(policy, MAX_CHECKED)
     if found is None or dist.get_rank():
@@ -46,11 +44,9 @@ def wrong_export(policy: TrainingEngine, directory: Path) -> str | None:
 def check_function(policy: TrainingEngine, slack: float) -> None:
     """Raise LogprobMismatch on every rank if transformers computes other log-probs from the model's files.
 
-    Trainer and engine share the code that reads config.json, so they may agree although both compute another
-    function than the model's: with another base of the rotation, for example. The policy must have the
-    weights of its files. Models that read images, that are quantised, or that have more than MAX_AT_START
-    parameters are not compared. A class of transformers is compared with itself where it is built.
-    Collective over the world. slack: `agreement.logprob_slack`.
+    The policy must have the weights of its files. Models that read images, are quantised, are classes of
+    transformers, or have more than MAX_AT_START parameters are not compared. slack:
+    `agreement.logprob_slack`. Collective over the world.
     """
     is_quantised = "quantization_config" in policy.weight_map.hf
     if not slack or is_quantised or not isinstance(policy.chunks[0], Packed):
@@ -74,15 +70,12 @@ def check_function(policy: TrainingEngine, slack: float) -> None:
     if (text := broadcast_object(difference)) is not None:
         sharing = policy.grid.sharing
         parts = f", or ranks ({sharing}) hold wrong parts of it" if sharing else ""
-        raise LogprobMismatch(
-            f"start check: {text}: the policy does not compute the function of {policy.spec.path}. A value "
-            f"of its config.json is used in another way{parts}."
-        )
+        files = f"of the config.json of {policy.spec.path}"
+        raise LogprobMismatch(f"start check: {text}: a value {files} is used in another way{parts}.")
 
 
 def _own_logprobs(policy: TrainingEngine, most: int) -> Tensor | None:
-    """Return the policy's log-probs of `random_batch`, or None if it has more than `most` parameters or is
-    not compared. Collective over the world."""
+    """Return the policy's log-probs of `random_batch`; None if it has images or too many parameters."""
     hf, weights = policy.weight_map.hf, policy.weight_map.weights
     if "vision_config" in hf or sum(weight.num_elements for weight in weights) > most:
         return None
@@ -101,13 +94,10 @@ def _in_own_process(policy: TrainingEngine, directory: Path) -> Tensor | str | N
             text = f"warning: export check: the pass of transformers was ended by signal {-done.returncode}"
             print(text, flush=True)
             return None
-        said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        is_loaded = done.returncode == 0
-        return (
-            torch.from_numpy(np.load(out))
-            if is_loaded
-            else f"transformers does not load the files: {said[-1]}"
-        )
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            return f"transformers does not load the files: {said[-1]}"
+        return torch.from_numpy(np.load(out))
 
 
 def _difference(
@@ -115,9 +105,8 @@ def _difference(
 ) -> str | None:
     """Return how two log-probs of `random_batch` differ; None if they agree.
 
-    noise: mean difference that the policy's dtype makes in transformers' pass.
-    If the model has routed experts, the sample with the largest difference is left out, because a rounding
-    error may send its tokens to other experts.
+    With routed experts, the sample with the largest difference is left out. noise: mean difference that the
+    policy's dtype makes in transformers' pass.
     """
     hf, weights = policy.weight_map.hf, policy.weight_map.weights
     batch = random_batch(hf["vocab_size"])

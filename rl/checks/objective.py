@@ -1,13 +1,10 @@
-"""Compares each loss, its value and its gradient, with its formula, which is written again here.
+"""Compares value and gradient of each loss with its formula in plain torch, which is written again here.
 
-Before the first update of a model after a start, its loss is computed in float64 for random tokens: ratios
-near and far from 1, advantages of both signs, masked tokens, and the denominators of a mini-batch that is
-larger than the micro-batch. FORMULAS has the same loss in plain torch. Losses of users' files, and fipo, have
-no formula here.
+The tokens are random: ratios near and far from 1, advantages of both signs, masked tokens, and denominators
+of a mini-batch that is larger than the micro-batch.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,17 +19,12 @@ LENGTHS = (3, 2, 4, 1) * 10
 """Number of tokens of each sample. The second of each ten tokens is masked."""
 SCALES = (0.0, 3e-4, 0.1, 0.5, 1.5)
 """Standard deviations of the log-ratios of a sample; one of them for each sample."""
-KL = 0.3
-"""KTO's estimate of the divergence."""
-TOLERANCE = 1e-6
-"""Maximum relative difference of values and gradients."""
+KL, TOLERANCE = 0.3, 1e-6
+"""KTO's estimate of the divergence, and the maximum relative difference of values and gradients."""
 
 
 class LossPoint:
-    """Random outputs and columns of a micro-batch. `p.name` is a column or an output, float64 [T].
-
-    scale: factor of the advantages.
-    """
+    """Random columns and outputs of a micro-batch, `p.name`, float64 [T]. scale: factor of the advantages."""
 
     def __init__(self, config: Config, scale: float = 1.0) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -41,6 +33,7 @@ class LossPoint:
         randn = torch.randn(5, size, generator=generator, dtype=torch.float64)
         spread = torch.tensor(SCALES, dtype=torch.float64).repeat(len(LENGTHS))[: len(LENGTHS)]
         self.config, self.goal, self.lengths = config, config.objective, lengths
+        self.option = self.goal.option
         self.mask = torch.ones(size, dtype=torch.float64)
         self.mask[1::10] = 0.0
         self.counts = self.of_samples(self.mask)
@@ -66,8 +59,7 @@ class LossPoint:
             divergence=rand[5],
         )
         self.outputs = {name: x.requires_grad_() for name, x in self.outputs.items()}
-        whole = dict(num_tokens=float(self.counts.sum()), num_samples=float(len(LENGTHS)))
-        self.totals = Totals(**{name: n + 7 for name, n in whole.items()}, num_units=len(LENGTHS) / 2 + 3)
+        self.totals = Totals(float(self.counts.sum()) + 7, len(LENGTHS) + 7.0, len(LENGTHS) / 2 + 3)
 
     def __getattr__(self, name: str) -> Tensor:
         return {**self.columns, **self.outputs}[name]
@@ -86,9 +78,6 @@ class LossPoint:
     def log_ratios(self, reference: str) -> Tensor:
         """Return the log-ratio of each sample, [B]; 0 for samples that have no unmasked token."""
         return self.of_samples(self.logprobs - getattr(self, reference))
-
-    def option(self, name: str) -> Any:
-        return self.goal.kwargs.get(name, getattr(self.goal, name, None))
 
     def mean(self, of_tokens: Tensor, mode: str) -> Tensor:
         """Return the mean that `objective.aggregation` defines."""
@@ -121,10 +110,7 @@ class LossPoint:
 
 
 def check_loss(name: str, loss: LossFunction, config: Config) -> None:
-    """Raise CheckFailed if value or gradient of a loss is not that of its formula.
-
-    name: the loss, by a name of FORMULAS. Losses without a formula are not compared.
-    """
+    """Raise CheckFailed unless value and gradient of a loss are those of FORMULAS, if it has `name`."""
     if (formula := FORMULAS.get(name)) is None:
         return
     if name == "kto":
@@ -132,10 +118,10 @@ def check_loss(name: str, loss: LossFunction, config: Config) -> None:
     # With advantages of 0, the gradients of a small KL term stand alone.
     problems = (_problem(LossPoint(config, scale), loss, formula) for scale in (1.0, 0.0))
     if problem := next(filter(None, problems), ""):
+        goal = config.objective
         raise CheckFailed(
-            f"objective check: objective.loss={config.objective.loss}, "
-            f"aggregation={config.objective.aggregation}: the loss {name} differs from its formula: "
-            f"{problem}, see docs/algorithms.md."
+            f"objective check: objective.loss={goal.loss}, aggregation={goal.aggregation}: the loss {name} "
+            f"differs from its formula: {problem}, see docs/algorithms.md."
         )
 
 
@@ -329,5 +315,4 @@ FORMULAS: dict[str, Callable[[LossPoint], Tensor]] = {
     "kto": _kto,
     "sppo": _sppo,
 }
-"""Loss -> its formula. A policy gradient has the name of `objective.loss`, the loss of another algorithm the
-algorithm's name, and the loss of another model the model's name."""
+"""Name of `objective.loss`, of another algorithm, or of a model other than the policy -> its formula."""

@@ -1,8 +1,6 @@
 """Finds values that must be float32, but were rounded to the model's dtype.
 
-bfloat16 has the upper 16 bits of a float32 number. If the lower 16 bits of all numbers of a float32 tensor
-are 0, it was rounded. In a model in bfloat16 no comparison of log-probs sees this: the error is as small as
-the noise of its layers.
+If the lower 16 bits of all numbers of a float32 tensor are 0, it was rounded to bfloat16.
 """
 
 from typing import Any
@@ -15,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl.checks.batches import CheckFailed
 from rl.checks.few_samples import random_output
 from rl.data.batch import Batch
+from rl.models.boxes import whole
+from rl.models.fp8_blocks import dequantised, quantised
 from rl.runtime.collectives import gather_texts
 from rl.runtime.names import listed
 from rl.training.engine import TrainingEngine
@@ -26,6 +26,8 @@ NUM_VALUES = 4
 """Number of values that are no powers of two, below which lower bits of 0 may be chance (2^-16 each)."""
 SCORE_ERROR = 2.0**-12
 """Maximum error of a router's scores, relative to the largest. Rounding to bfloat16 gives 2^-9."""
+BLOCK, LARGEST, STEP = 128, 448.0, 2.0**-9
+"""Side of a block; largest number of float8 e4m3 and its smallest one, the distance of subnormal numbers."""
 NUM_UNEQUAL = 0.1
 """Share of the results of a norm that may differ from the rounded result of float64."""
 
@@ -42,34 +44,28 @@ def check_columns(batch: Batch) -> None:
     for name, column in batch.columns().items():
         if name.endswith("logprobs") and is_rounded(column[batch.mask > 0]):
             raise CheckFailed(
-                f"precision check: all values of the column {name} have the precision of bfloat16: they were "
-                "stored, computed or sent in the model's dtype, but must be float32."
+                f"precision check: all values of the column {name} have the precision of bfloat16, but must "
+                "be float32."
             )
 
 
 @torch.no_grad()
-def _is_coarse(norm: ZeroCenteredNorm) -> bool:
-    """Return whether a norm rounds more than its result."""
-    x = torch.linspace(-2, 2, 8 * norm.weight.numel(), dtype=torch.float64).sin().view(8, -1).to(norm.weight)
-    scale = (x.double().square().mean(-1, keepdim=True) + (norm.eps or 0.0)).rsqrt()
-    exact = (x.double() * scale * (1 + norm.weight.double())).to(x.dtype)
-    return x.dtype is torch.bfloat16 and float((norm(x) != exact).double().mean()) > NUM_UNEQUAL
-
-
-@torch.no_grad()
-def _rounds_scores(router: TopKRouter) -> bool:
-    """Return whether a router rounds the scores of its experts."""
-    x = torch.linspace(-2, 2, 8 * router.weight.shape[1]).sin().view(8, 1, -1).to(router.weight)
-    bias = 0.0 if router.bias is None else router.bias.double()
-    exact = x[:, 0].double() @ router.weight.double().T + bias
-    error = (router.gating(x)[:, 0] - exact).abs().max() / exact.abs().max()
-    return float(error) > SCORE_ERROR
+def _is_coarse(module: ZeroCenteredNorm | TopKRouter) -> bool:
+    """Return whether a norm rounds more than its result, or a router the scores of its experts."""
+    weight, width = module.weight.double(), module.weight.shape[-1]
+    x = torch.linspace(-2, 2, 8 * width, dtype=torch.float64).sin().view(8, 1, width).to(module.weight)
+    if isinstance(module, TopKRouter):
+        exact = x.double() @ weight.T + (0.0 if module.bias is None else module.bias.double())
+        error = (module.gating(x) - exact).abs().max() / exact.abs().max()
+        return float(error) > SCORE_ERROR
+    scale = (x.double().square().mean(-1, keepdim=True) + (module.eps or 0.0)).rsqrt()
+    exact = (x.double() * scale * (1 + weight)).to(x.dtype)
+    return x.dtype is torch.bfloat16 and float((module(x) != exact).double().mean()) > NUM_UNEQUAL
 
 
 class CoarseFunctions(TorchDispatchMode):
-    """Notes functions of torch that must not get 16 bits, because a small error of x is a large one of f(x)
-    in a long sum or product, and results of 16 bits that become float32 too late, such as gates of a
-    recurrence. Kernels of their own are not seen."""
+    """Notes functions of torch that get 16 bits although a small error of x is a large one of f(x), and gates
+    whose results of 16 bits become float32 too late. Kernels of their own are not seen."""
 
     NAMES = frozenset("exp exp2 log softplus rsqrt sin cos _softmax _log_softmax logsumexp cumsum".split())
     GATES = frozenset(("sigmoid", "tanh", "silu"))
@@ -92,9 +88,7 @@ class CoarseFunctions(TorchDispatchMode):
 
 
 def check_precision(name: str, model: TrainingEngine) -> None:
-    """Raise CheckFailed on every rank if rotary frequencies, float32 weights or routers of a model are
-    coarser than float32. Collective over the world.
-    """
+    """Raise CheckFailed on every rank if float32 values of a model are coarser. Collective over the world."""
     found = [
         weight.hf[0]
         for each in (model.weight_map, model.learned_map)
@@ -107,10 +101,9 @@ def check_precision(name: str, model: TrainingEngine) -> None:
             if values is not None and (values.dtype is not torch.float32 or is_rounded(values)):
                 found.append(f"the rotary {kind}")
         for module in chunk.modules():
-            if isinstance(module, ZeroCenteredNorm) and _is_coarse(module):
-                found.append("1 + w of a norm")
-            if isinstance(module, TopKRouter) and _rounds_scores(module):
-                found.append("the scores of the routers")
+            if isinstance(module, ZeroCenteredNorm | TopKRouter) and _is_coarse(module):
+                is_router = isinstance(module, TopKRouter)
+                found.append("the scores of the routers" if is_router else "1 + w of a norm")
     if any(buffer.dtype is not torch.float32 for buffer in gradient_buffers(model.wrapped)):
         found.append("the gradient buffers")
     if model.weight_map.dtype is torch.bfloat16 and isinstance(model.chunks[0], Packed) and not model.layers:
@@ -119,6 +112,25 @@ def check_precision(name: str, model: TrainingEngine) -> None:
         found += sorted(functions.found)
     if wrong := gather_texts(found):
         raise CheckFailed(
-            f"precision check: {listed(wrong)} of the {name} must be float32, as in the model's definition "
-            "and in the engine, but were rounded to the model's dtype."
+            f"precision check: {listed(wrong)} of the {name} must be float32, but were rounded to its dtype."
+        )
+
+
+def check_fp8_blocks() -> None:
+    """Raise CheckFailed unless factors of a random matrix are max |w| / 448 of their block in float32, and
+    each value is the nearest number of float8 (DeepSeek-V3, arXiv:2412.19437, section 3.3)."""
+    generator = torch.Generator().manual_seed(8)
+    matrix = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator) * torch.linspace(0.01, 1, 3 * BLOCK)
+    matrix = matrix.bfloat16()  # as most models are
+    values, factors = quantised(matrix)
+    matrix = matrix.double()
+    largest = matrix.unflatten(1, (3, BLOCK)).unflatten(0, (2, BLOCK)).abs().amax((1, 3))
+    of_factors = float((factors.double() * LARGEST / largest - 1).abs().max())
+    scale = (largest / LARGEST).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    error = (dequantised(values, factors, whole(matrix.shape)) - matrix).abs()
+    of_values = float((error / torch.maximum(2**-4 * matrix.abs(), STEP / 2 * scale)).max())
+    if not of_factors <= 1e-6 or not of_values <= 1 + 1e-4:
+        raise CheckFailed(
+            f"precision check: the factors of FP8 blocks differ by {of_factors:.2g} from max |w| / "
+            f"{LARGEST:g}, and values by {of_values:.3g} times the rounding of float8."
         )

@@ -1,10 +1,7 @@
-"""Measures the rounding noise of a policy in bfloat16, the unit for the difference between engine and
-trainer.
+"""Measures the rounding noise of a policy in bfloat16, the unit for the difference of engine and trainer.
 
-The bound of `rl.checks.logprobs` holds for every model, so it is far above the noise of most models. Here
-log-probs are compared with those of a second pass, which rounds the hidden states once more. In a right run,
-engine and trainer differ by 1 to 2.6 times this noise. If a token has the probability p, an error of the
-logits moves its log-prob in proportion to 1 - p, so the noise is taken to grow with the mean of 1 - p.
+Log-probs are compared with those of a second pass, which rounds the hidden states once more. An error of the
+logits moves the log-prob of a token in proportion to 1 - p, so the noise grows with the mean of 1 - p.
 """
 
 import math
@@ -21,12 +18,11 @@ from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan
 
 WARNED, ENDED = 4.0, 8.0
-"""Multiples of the noise. If the mean difference exceeds the first, the verdict of run.mode=check is wrong;
-if it exceeds the second, the run ends."""
+"""Multiples of the noise above which the verdict of run.mode=check is wrong, and the run ends."""
 EVERY = 50
-"""Number of batches after which the noise is measured again, because it depends on lengths and entropy."""
+"""Number of batches after which the noise is measured again."""
 MIN_TOKENS = 64
-"""Minimum number of tokens of a measurement. For a batch of n < MIN_TOKENS tokens, the limit is multiplied by
+"""Minimum number of tokens of a measurement. For n < MIN_TOKENS tokens, the limit grows by
 sqrt(MIN_TOKENS / n), because the mean over few tokens depends on the largest difference."""
 
 
@@ -34,8 +30,7 @@ sqrt(MIN_TOKENS / n), because the mean over few tokens depends on the largest di
 def rounded_again(model: TrainingEngine) -> Iterator[None]:
     """In the `with` block, change the hidden states after each layer by a random rounding error.
 
-    A state h becomes h (1 + eps u), rounded, with u uniform in [-1/2, 1/2]. All tensor parallel ranks of a
-    pipeline stage draw the same numbers. The random states of the run are not used.
+    A state h becomes h (1 + eps u), rounded, with u uniform in [-1/2, 1/2], equal on tensor parallel ranks.
     """
     generator = torch.Generator(model.device.torch).manual_seed(0)
 
@@ -58,9 +53,7 @@ def rounded_again(model: TrainingEngine) -> Iterator[None]:
 class RoundingNoise:
     """The mean difference of log-probs that one more rounding per layer causes, measured every EVERY batches.
 
-    multiple: number whose multiple the number of micro-batches of a pass must be
-        (`Grid.micro_batch_multiple`).
-    factor: `agreement.logprob_slack`, multiplied by FP8_FACTOR if the engine runs in FP8.
+    multiple: `Grid.micro_batch_multiple`. factor: `agreement.logprob_slack`, times FP8_FACTOR in FP8.
     """
 
     def __init__(self, multiple: int, factor: float):
@@ -71,9 +64,7 @@ class RoundingNoise:
         self._few = 1.0
 
     def plan(self, first: MicroBatchPlan, batch: Batch, counted: Tensor) -> MicroBatchPlan | None:
-        """Return the samples to measure with, in micro-batches; None if no measurement is due or possible.
-
-        It is impossible with too few tokens. Call this method once for each batch.
+        """Return, for each batch, the samples to measure with; None if none is due or tokens are too few.
 
         first: plan of the first mini-batch. counted: bool [T], the tokens that the present weights sampled.
         """
@@ -88,10 +79,7 @@ class RoundingNoise:
         return plan if compared_tokens(plan, batch, counted).sum() >= MIN_TOKENS else None
 
     def measure(self, plan: MicroBatchPlan, batch: Batch, counted: Tensor, passes: list[Tensor]) -> None:
-        """Store the mean difference of the log-probs of two passes over the counted tokens of the plan.
-
-        passes: log-probs of both passes, float32 [T] each.
-        """
+        """Store the mean difference of the log-probs of two passes, float32 [T] each, over the plan."""
         (first, second), tokens = passes, compared_tokens(plan, batch, counted)
         self._noise, self._age = float((first - second)[tokens].abs().double().mean()), 0
         self._measured = _mean_doubt(batch, tokens)
@@ -102,14 +90,9 @@ class RoundingNoise:
         more = self._present / self._measured if self._measured else 1.0
         return None if self._noise is None else self._noise * max(1.0, more) * self._few
 
-    @property
-    def limit(self) -> float:
+    def limit(self, multiple: float = ENDED) -> float:
         """Maximum mean difference in nats; infinite before the first measurement."""
-        return ENDED * self._factor * self.noise if self.noise else math.inf
-
-    def exceeds(self, gap: float, multiple: float) -> bool:
-        """Return whether a mean difference is more than this multiple of the noise."""
-        return self.noise is not None and gap > multiple * self._factor * self.noise
+        return multiple * self._factor * self.noise if self.noise else math.inf
 
 
 def _mean_doubt(batch: Batch, tokens: Tensor) -> float:

@@ -24,7 +24,7 @@ LENGTHS = ((5, 9), (17, 1), (1, 30), (33, 0), (8, 8), (2, 64), (40, 21), (3, 3))
 
 
 def random_batch(vocab_size: int, lengths: Sequence[tuple[int, int]] = LENGTHS) -> Batch:
-    """Return prompts and responses of these lengths, in every call the same. Each sample is its own group."""
+    """Return prompts and responses of these lengths, the same in every call. Each sample is its own group."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(length: int) -> np.ndarray:
@@ -55,10 +55,7 @@ def hf_logprobs(model: Any, batch: Batch, *, temperature: float = 1.0) -> tuple[
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Make models of transformers compute with torch alone, if they are first imported in the block.
-
-    Otherwise transformers uses installed kernels for delta nets, even on a CPU, where Triton cannot run them.
-    """
+    """Make models of transformers that are imported in the block compute with torch alone, also on a CPU."""
     hidden = ("fla", "causal_conv1d")
     before = {name: sys.modules[name] for name in hidden if name in sys.modules}
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
@@ -74,8 +71,7 @@ def without_kernels() -> Iterator[None]:
 def logprobs_of_files(
     directory: str, temperature: float, dtype: torch.dtype
 ) -> tuple[Tensor, float, list[Tensor]]:
-    """Return the log-probs of `random_batch` from the files of a checkpoint, the noise of a dtype, and the
-    rotary frequencies.
+    """Return log-probs of `random_batch` from the files, noise of a dtype, and rotary frequencies.
 
     The log-probs, float64 [T], are computed in float32. The noise is the mean difference of those computed in
     `dtype`; infinite for float32. Raises what transformers raises if it does not load the files.

@@ -6,14 +6,16 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rl.checks.batches import CheckFailed
-from rl.checks.selection import check_selection, selects_by
+from rl.checks.batches import CheckFailed, expect, refuse, token_place
+from rl.checks.logprobs import NUM_EQUAL
 from rl.config.needs import learns_from_samples
+from rl.config.objective import Objective
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
-from rl.runtime.collectives import gather_objects, sum_over_world
+from rl.runtime.collectives import gather_objects, gather_texts, sum_over_world
 from rl.training.audit import is_sampled
 from rl.training.engine import MicroBatchLoss, TrainingEngine, UpdateResult
 from rl.training.loss import Totals
@@ -23,27 +25,23 @@ from rl.training.packing import MicroBatch
 TOLERANCE = 1e-9
 """Maximum distance of the counted share from 1. Its terms are float64."""
 SMALL_LR, SMALL_NORM = 0.01, 1e-6
-"""Share of the peak learning rate, and gradient norm, above which an update must change weights. At a far
-lower rate float32 may round every change away, and below the norm Adam's epsilon may dominate."""
+"""Share of the peak learning rate, and gradient norm, above which an update must change weights."""
 NUM_CODES, NUM_CONTENTS = 1021, 262139
 """Number of codes of positions (1 to NUM_CODES), and of codes of a token's content (0 to NUM_CONTENTS - 1).
 Both are prime. The product of two codes is below 2**28, so float64 sums it exactly over 2**25 tokens."""
 GRADIENT_TOLERANCE = 1e-5
-"""Maximum relative difference between the gradient that arrives at the outputs and the gradient of the
-loss."""
+"""Maximum relative difference between the gradient at the outputs and the gradient of the loss."""
 OLD = {"logprobs": "old_logprobs", "values": "old_values"}
 """Output of a model -> column with the values of this output before the updates of the step."""
 RATIO_ROUNDING = 1e-5
-"""Maximum error of KTO's estimate, relative to the mean absolute log-ratio. It is a mean in float32."""
-NUM_EQUAL = 32
-"""Maximum number of tokens for which it is allowed that no output changes bitwise although weights moved."""
+"""Maximum error of KTO's estimate, a mean in float32, relative to the mean absolute log-ratio."""
 SMALL_STEP = 1e-4
-"""Learning rate, in units of the eps of the dtype, above which an update must change outputs. Adam changes a
-weight by about the learning rate. So at this rate, of the weights of size 0.02 one in a few hundred is
-rounded to another value."""
+"""Learning rate, in units of the eps of the dtype, above which an update must change outputs."""
+SHARE = 0.1
+"""Share of the selected tokens that may be wrong, because rounding may route them to other experts."""
 TERMS = ("counted share", "product of counts", "codes", "distance from old outputs", "compared tokens")
 """Names of five sums over the micro-batches of an update: counted tokens / denominator of the loss; counted
-tokens * denominator; codes of the counted tokens, made from position, id and columns; |output - old output| /
+tokens * denominator; codes of counted tokens, made from position, id and columns; |output - old output| /
 denominator, for the output of OLD that the model has; and the number of these outputs."""
 
 
@@ -74,10 +72,7 @@ def expected_rate(optimizer: Optimizer, number: int, total: int) -> float:
 
 
 def check_specs(config: Config, models: Mapping[str, TrainingEngine]) -> None:
-    """Raise CheckFailed if a model computes with another temperature or dtype than the config gives it.
-
-    Policy and teachers have the temperature of the samples. All other models have 1.
-    """
+    """Raise CheckFailed if a model computes with another temperature or dtype than the config gives it."""
     samples = config.rollout.temperature
     for name, model in models.items():
         own = learns_from_samples(config) if name == "policy" else name.startswith("teacher")
@@ -92,31 +87,23 @@ def check_specs(config: Config, models: Mapping[str, TrainingEngine]) -> None:
 
 def check_coverage(batch: Batch, plans: Sequence[MicroBatchPlan]) -> None:
     """Raise CheckFailed unless each sample of the batch is in exactly one mini-batch."""
-    planned = sorted(sample for plan in plans for sample in samples_of(plan))
-    if planned != list(range(len(batch))):
-        counts = np.bincount(planned, minlength=len(batch))
-        sample = int((counts != 1).argmax())
-        raise CheckFailed(
-            f"mini-batch check: sample {sample} of {len(batch)} is in {int(counts[sample])} mini-batches "
-            "instead of 1."
-        )
+    counts = np.bincount([sample for plan in plans for sample in samples_of(plan)], minlength=len(batch))
+    wrong = (counts != 1).nonzero()[0].tolist()
+    what = f"{{sample}} is in {counts[wrong[0]]} mini-batches instead of 1" if wrong else ""
+    refuse("mini-batch", batch, wrong, what, "an epoch learns once from each sample")
 
 
-def check_numbers(found: Mapping[str, float], expected: Mapping[str, float], slack: float = 0.0) -> None:
-    """Raise CheckFailed on every rank if a loss gets other numbers than those expected. Collective over the
-    world.
+def check_numbers(
+    found: Mapping[str, float], expected: Mapping[str, float], slack: float | None = None
+) -> None:
+    """Raise CheckFailed on every rank if a loss gets other numbers than those of the samples of all ranks.
 
-    expected: the numbers computed again from the samples of all ranks, equal on all ranks. slack: absolute
-    difference that rounding may cause.
+    expected: equal on all ranks. slack: absolute difference of rounding. Collective over the world.
     """
     for rank, numbers in enumerate(gather_objects({name: found[name] for name in expected})):
         for name, number in numbers.items():
-            if not math.isclose(number, expected[name], rel_tol=1e-6, abs_tol=slack):
-                raise CheckFailed(
-                    f"loss check: on rank {rank} the loss gets {name}={number:.6g}, but the samples of the "
-                    f"mini-batch on all ranks give {expected[name]:.6g}: it is of a part of the mini-batch, "
-                    "or of other samples."
-                )
+            what, source = f"loss check: on rank {rank} the loss gets {name}", "samples of all ranks give"
+            expect(what, number, source, expected[name], slack=slack)
 
 
 def expected_totals(batch: Batch, samples: list[int]) -> dict[str, float]:
@@ -129,10 +116,9 @@ def expected_totals(batch: Batch, samples: list[int]) -> dict[str, float]:
 
 
 def check_divergence(found: float, batch: Batch, samples: list[int], logprobs: Tensor) -> None:
-    """Check KTO's estimate of the divergence for mismatched samples. Raises CheckFailed. Collective.
+    """Raise CheckFailed unless KTO's estimate of the divergence is that of mismatched samples. Collective.
 
-    The estimate is a mean of log-ratios of both signs, so its rounding error is relative to their size.
-    logprobs: of the batch, float32 [T].
+    Its terms have both signs, so its error is relative to their size. logprobs: of the batch, float32 [T].
     """
     gaps = (logprobs - batch.column("ref_logprobs")).double()
     terms = torch.where(batch.mask > 0, gaps, 0.0).numpy()
@@ -143,14 +129,7 @@ def check_divergence(found: float, batch: Batch, samples: list[int], logprobs: T
 
 
 class UpdateChecks:
-    """The checks of a model's updates in one step.
-
-    For each update, call `begin`, then `micro_batch` for each micro-batch, then `end`. The checks are:
-
-    tokens      each token of the mini-batch counts once in the loss, with its own id and columns
-    gradient    the gradient that arrives at the model's outputs is that of the loss (one micro-batch)
-    outputs     before the first update they are the old ones, and later they differ from them
-    movement    the update moves weights
+    """The checks of a model's updates in one step. Call `begin`, then `micro_batch` for each one, then `end`.
 
     lr: learning rate. is_first: whether the present weights computed the old outputs. config: for the policy.
     """
@@ -173,10 +152,9 @@ class UpdateChecks:
     def begin(
         self, loss: MicroBatchLoss, totals: Totals, plan: MicroBatchPlan, reads: tuple[str, ...] | None
     ) -> tuple[str, ...] | None:
-        """Prepare for an update, and check the denominators of its loss. Collective over the world.
+        """Check the denominators of an update's loss, and return the outputs that the update computes.
 
-        Returns the outputs that the update computes. totals: the denominators. reads: outputs that the loss
-        reads; None: all. An output that only the check of selected tokens reads is computed in few updates.
+        totals: the denominators. reads: outputs that the loss reads; None: all. Collective over the world.
         """
         self._samples = samples_of(plan)
         check_numbers(vars(totals), expected_totals(self.batch, self._samples))
@@ -211,8 +189,7 @@ class UpdateChecks:
         assert self._model.optimizer is not None, "the model learns"
         if other := {group["lr"] for group in self._model.optimizer.param_groups} - {self._lr}:
             raise WrongLearningRate(
-                f"an update used the learning rate {min(other):g}, but the schedule gives {self._lr:g} for "
-                "its step."
+                f"an update used the learning rate {min(other):g}, but its step has {self._lr:g}."
             )
         share, product, codes, gap, compared = (result.metrics.pop(name) for name in TERMS)
         self._check_gradient()
@@ -276,36 +253,27 @@ class UpdateChecks:
         if difference > GRADIENT_TOLERANCE * size:
             raise WrongGradient(
                 f"the gradient that arrived at the model's outputs differs from that of the loss by "
-                f"{difference / size:.3g} of its size: the loss was multiplied or replaced on its way into "
-                "the schedule of the backward pass."
+                f"{difference / size:.3g} of its size: the loss was changed on its way to the backward pass."
             )
 
     def _check_tokens(self, share: float, product: float, codes: float) -> None:
-        """Raise WrongTokens unless every token of the mini-batch was counted once, with its id and columns.
-
-        If a token was not, a collective over the world finds the ranks, for the message.
-        """
+        """Raise WrongTokens unless every token of the mini-batch was counted once, with id and columns."""
         planned = [_planned(self.batch, samples_of([rank])) for rank in self._plan]
         total, code = (sum(numbers) for numbers in zip(*planned))
         # If the denominators of ranks differ, the shares may still add up to 1, but the products are larger.
         is_whole = max(abs(share - 1.0), abs(product / max(total, 1.0) ** 2 - 1.0)) <= TOLERANCE
         if not total or (is_whole and codes == code):
             return
-        counts = torch.stack(self._counted).sum(0).tolist() if self._counted else [0.0, 0.0]
-        own = (self._model.grid.dp_rank, *counts, self._totals.num_tokens)
-        texts = []
-        for rank, theirs in enumerate(gather_objects(own if self._model.grid.reports_results else None)):
-            if theirs is not None:
-                place, counted, found, denominator = theirs
-                is_other = ", not those of its samples," if found != planned[place][1] else ""
-                texts.append(
-                    f"rank {rank} counted {counted:g} of {planned[place][0]:g} tokens{is_other} and divided "
-                    f"by {denominator:g}"
-                )
+        counted, found = torch.stack(self._counted).sum(0).tolist() if self._counted else (0.0, 0.0)
+        number, own_code = planned[self._model.grid.dp_rank]
+        is_other = ", not those of its samples," if found != own_code else ""
+        text = f"rank {dist.get_rank()} counted {counted:g} of {number:g} tokens{is_other} and divided by"
+        own = [f"{text} {self._totals.num_tokens:g}"]
+        texts = gather_texts(own if self._model.grid.reports_results else [])
         raise WrongTokens(
             f"an update counted {share:.6g} times the {total:g} tokens of its mini-batch: "
-            f"{'; '.join(texts)}. Each token counts once, with its own id, mask, advantage and log-probs, "
-            "and all ranks divide by their number."
+            f"{'; '.join(texts)}. Each token counts once, with its own id and columns, and all ranks divide "
+            "by their number."
         )
 
     def _check_outputs(self, result: UpdateResult, gap: float, compared: float) -> None:
@@ -316,16 +284,14 @@ class UpdateChecks:
         if self._is_first and not gap <= math.sqrt(eps) * self._size:
             raise CheckFailed(
                 f"first update check: |log pi - log pi_old|, or |value - old value|, is {gap:.3g} on average "
-                f"before any update of the step, more than {math.sqrt(eps) * self._size:.2g} for "
-                f"model.dtype={str(dtype).removeprefix('torch.')}: {self._old['logprobs']} or old_values are "
-                "of other weights or tokens."
+                f"before any update of the step, more than {math.sqrt(eps) * self._size:.2g} for {dtype}: "
+                f"{self._old['logprobs']} or old_values are of other weights or tokens."
             )
         self._num_equal = self._num_equal + compared if self.has_moved and not gap else 0.0
         if self._num_equal > NUM_EQUAL:
             raise CheckFailed(
                 f"ratio check: after an update that moved weights, {self._num_equal:g} outputs are "
-                "exactly those before it: the old ones were computed again, or the model does not use the "
-                "weights that are updated."
+                "exactly those before it: the old ones were computed again, or other weights are updated."
             )
         should_move = result.grad_norm > SMALL_NORM and lr > SMALL_LR * adam.lr
         if not result.has_moved and should_move:
@@ -359,3 +325,46 @@ def _contents(ids: Tensor, columns: dict[str, Tensor]) -> Tensor:
     for number, name in enumerate(sorted(columns), start=1):
         code = code + columns[name].float().view(torch.int32).long() * (40503 * number)
     return code % NUM_CONTENTS
+
+
+def selects_by(goal: Objective) -> str:
+    """Return the output of the model by which tokens are selected; "" if there is no formula."""
+    if goal.top_entropy < 1:
+        return "entropy"
+    return "logprobs" if goal.loss in ("kl-cov", "clip-cov") else ""
+
+
+def check_selection(
+    batch: Batch, samples: list[int], values: np.ndarray, goal: Objective, eps: float
+) -> None:
+    """Raise CheckFailed unless `selected_tokens` of a mini-batch are those of the config.
+
+    values: output `selects_by` of the present weights, float64 [T]. eps: of the model's dtype.
+    """
+    index = batch.tokens_of(samples)
+    index = index[batch.mask[index] > 0]
+    if not len(index):
+        return
+    own, slack = values[index.numpy()], eps**0.5
+    selected = batch.extra["selected_tokens"][index].numpy() > 0
+    is_candidate, what, key = np.ones(len(own), bool), "entropy", f"top_entropy={goal.top_entropy:g}"
+    fraction = goal.top_entropy
+    if goal.top_entropy == 1:
+        fraction, what, key = goal.option("cov_fraction"), "covariance", f"loss={goal.loss}"
+        advantages = batch.column("advantages")[index].double().numpy()
+        centred = advantages - advantages.mean()
+        own, slack = (own - own.mean()) * centred, slack * float(np.abs(centred).max())
+    number = max(1, int(fraction * len(own)))
+    lowest = np.partition(own, -number)[-number] - slack
+    if goal.loss == "clip-cov" and goal.top_entropy == 1:
+        lowest, is_candidate = goal.option("cov_low") - slack, own <= goal.option("cov_high") + slack
+    wrong = selected & ~(is_candidate & (own >= lowest))
+    is_short = goal.loss != "clip-cov" and selected.sum() < number
+    is_long = goal.top_entropy == 1 and selected.sum() > number
+    if wrong.sum() > 1 + SHARE * selected.sum() or is_short or is_long:
+        raise CheckFailed(
+            f"selection check: {int(selected.sum())} tokens are selected by objective.{key}, which selects "
+            f"{number} of {len(own)} by their {what}, and {int(wrong.sum())} of them are wrong: "
+            f"{token_place(batch, int(index[wrong.argmax()]))} has the {what} {own[wrong.argmax()]:.4g}, "
+            f"below {lowest:.4g}."
+        )

@@ -89,6 +89,10 @@ class Objective:
         def __getattr__(self, key: str) -> Any:
             """Return the value of a key that the file of an estimator or loss declares."""
 
+    def option(self, name: str) -> Any:
+        """Return the value of a key of `kwargs` or of this section; None if there is none."""
+        return self.kwargs.get(name, getattr(self, name, None))
+
     @property
     def chosen(self) -> tuple[Formula | None, Formula | None]:
         """Declarations of the advantage estimator and of the loss; None where the name is none."""

@@ -145,8 +145,7 @@ def arguments(
         is_key = parameter.kind is parameter.KEYWORD_ONLY
         value = given.get(name)
         if value is None:
-            goal = config.objective
-            value = goal.kwargs.get(name, getattr(goal, name, None)) if is_key else columns.named(name)
+            value = config.objective.option(name) if is_key else columns.named(name)
         if value is not None:
             found[name] = value
         elif parameter.default is parameter.empty:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rl.checks.staleness import check_staleness
+from rl.checks.batches import check_staleness
 from rl.config.declarations import shipped
 from rl.config.needs import needs_sampling_masks
 from rl.config.options import ConfigError

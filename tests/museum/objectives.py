@@ -77,18 +77,14 @@ def mask_shifted_by_one_token(bug: Bug, with_columns, row, batch):
 
 
 @exhibit("OpenRLHF/OpenRLHF#1297", overrides=("training.prompts_per_minibatch=2",))
-@caught_by(
-    "mini-batches", r"CheckFailed: mini-batch check: sample \d+ of 16 is in 0 mini-batches instead of 1"
-)
+@caught_by("mini-batches", r"CheckFailed: mini-batch check: sample \d+ .*is in 0 mini-batches instead of 1")
 def mini_batch_left_out(bug: Bug) -> None:
     """The last batch of rollouts was generated and never trained on."""
     plans(bug, lambda found: found[:-1])
 
 
 @exhibit("openpsi-project/ReaLHF#66", overrides=("training.prompts_per_minibatch=2",))
-@caught_by(
-    "mini-batches", r"CheckFailed: mini-batch check: sample \d+ of 16 is in 2 mini-batches instead of 1"
-)
+@caught_by("mini-batches", r"CheckFailed: mini-batch check: sample \d+ .*is in 2 mini-batches instead of 1")
 def mini_batch_used_twice(bug: Bug) -> None:
     """Batches were split into wrong mini-batches in PPO and GRPO."""
     plans(bug, lambda found: [*found, found[0]])
@@ -351,7 +347,7 @@ def entropies_compared_within_a_sample(bug: Bug, select, entropy, mask, **option
 
 
 @exhibit("huggingface/trl#1380", overrides=LABELS, ranks=2)
-@caught_by(TOKENS, r"CheckFailed: loss check: on rank \d the loss gets kl=")
+@caught_by(TOKENS, r"CheckFailed: loss check: on rank \d the loss gets kl")
 @replaces("rl.phases.updates.mismatch_kl")
 def reference_point_of_few_samples(bug: Bug, mismatch_kl, *args):
     """KTO's estimate of the divergence came from one or two samples of a rank."""
@@ -359,7 +355,7 @@ def reference_point_of_few_samples(bug: Bug, mismatch_kl, *args):
 
 
 @exhibit("huggingface/trl#1380", overrides=LABELS, ranks=2)
-@caught_by(TOKENS, r"CheckFailed: loss check: on rank \d the loss gets num_samples=")
+@caught_by(TOKENS, r"CheckFailed: loss check: on rank \d the loss gets num_samples")
 @replaces("rl.phases.minibatches.MinibatchPlan.totals")
 def samples_of_one_rank_in_the_denominator(bug: Bug, totals, self, batch):
     """The loss was averaged over the samples of a rank instead of the whole batch."""

@@ -5,7 +5,7 @@ import shutil
 import pyarrow.parquet as pq
 import pytest
 
-from rl.checks.staleness import StaleTokens
+from rl.checks.batches import StaleTokens
 from tests.checkpoints import assert_same_checkpoint
 from tests.records import comparable
 from tests.spawn import RanksFailed

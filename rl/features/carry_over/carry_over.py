@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from rl.checks.staleness import check_staleness
+from rl.checks.batches import check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch

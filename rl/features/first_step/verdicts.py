@@ -301,7 +301,7 @@ def engine_gap(facts: Facts) -> Verdict | None:
         "the two models compute differently; compare dtypes and quantisation, or correct it with "
         "rollout_correction.truncate_tokens"
     )
-    if facts.noise is not None and facts.noise.exceeds(metrics.get("training/logprob_gap", 0.0), WARNED):
+    if facts.noise is not None and metrics.get("training/logprob_gap", 0.0) > facts.noise.limit(WARNED):
         return Verdict("engine and trainer", "wrong", f"{text}; {WARNED:g} times the model's noise", remedy)
     gap = metrics.get("training/rollout_probs_diff_mean", 0.0)
     return graded("engine and trainer", gap, (PROBS_GAP, math.inf), text, remedy)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rl.checks.staleness import StaleTokens, check_staleness
+from rl.checks.batches import StaleTokens, check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
 from rl.data.batch import Batch, fingerprint

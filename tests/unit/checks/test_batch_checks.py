@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.checks import fp8
+from rl.checks import precision
 from rl.checks.batches import (
     CheckFailed,
     check_digests,
@@ -24,10 +24,12 @@ from rl.checks.batches import (
     check_turns,
     warn_of_constant_scores,
 )
-from rl.checks.fp8 import check_fp8_blocks
 from rl.checks.objective import check_loss
+from rl.checks.precision import check_fp8_blocks
+from rl.config.agents import Agents
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import formulas, literal_dict
+from rl.config.rollout import Rollout
 from rl.data.batch import Batch, concatenate, mismatch, pair_up
 from rl.data.prompts import Prompt
 from rl.models.fp8_blocks import quantised
@@ -65,7 +67,7 @@ def sampled(seed: int, groups: int = 16, size: int = 8) -> tuple[Batch, torch.Te
 
 
 def endings(batch: Batch) -> None:
-    check_endings(batch, max_tokens=LIMIT, limit=LIMIT, stop_ids={END}, ends_at_text=False)
+    check_endings(batch, Rollout(max_response_tokens=LIMIT), {END}, limits_vary=False)
 
 
 def test_healthy_samples_pass():
@@ -87,7 +89,7 @@ def test_wrong_endings_are_found():
         with pytest.raises(CheckFailed, match=f"sample {ended} .*({message})"):
             endings(replace(batch, response_ids=ids, mask=None, rollout_logprobs=None))
     with pytest.raises(CheckFailed, match="not at rollout.max_response_tokens=20"):
-        check_endings(batch, max_tokens=20, limit=20, stop_ids={END}, ends_at_text=False)
+        check_endings(batch, Rollout(max_response_tokens=20), {END}, limits_vary=False)
 
 
 def test_samples_in_the_group_of_another_prompt_are_found():
@@ -103,12 +105,12 @@ def test_turns_beyond_the_limits_are_found():
     ends = [len(ids) - len(ids) // 2 for ids in batch.response_ids]
     turns = [[1] * end + [2] * (len(ids) - end) for ids, end in zip(batch.response_ids, ends)]
     batch.turns = torch.tensor([turn for own in turns for turn in own], dtype=torch.int32)
-    check_turns(batch, max_turns=2, max_tokens=max(ends))
-    check_turns(batch, max_turns=2, max_tokens=0)
+    check_turns(batch, Agents(max_turns=2, max_tokens_per_turn=max(ends)))
+    check_turns(batch, Agents(max_turns=2, max_tokens_per_turn=0))
     with pytest.raises(CheckFailed, match=r"sample 0 .* has 2, but agents.max_turns=1"):
-        check_turns(batch, max_turns=1, max_tokens=0)
+        check_turns(batch, Agents(max_turns=1, max_tokens_per_turn=0))
     with pytest.raises(CheckFailed, match=f"has {max(ends)}, but agents.max_tokens_per_turn={max(ends) - 1}"):
-        check_turns(batch, max_turns=2, max_tokens=max(ends) - 1)
+        check_turns(batch, Agents(max_turns=2, max_tokens_per_turn=max(ends) - 1))
 
 
 def test_a_validation_whose_scores_are_those_of_other_prompts_is_found():
@@ -133,7 +135,7 @@ def test_statistics_of_a_validation_are_computed_again():
     assert found["val-core/toy/score/maj@4/mean"] == 0.75
     check_table(batch, found, answers)
     for name in found:
-        with pytest.raises(CheckFailed, match="or another statistic has this name"):
+        with pytest.raises(CheckFailed, match="but samples of its prompts give"):
             check_table(batch, found | {name: found[name] + 0.01}, answers)
 
 
@@ -164,7 +166,7 @@ def test_blocks_with_coarse_factors_are_found(monkeypatch):
         values, factors = quantised(matrix)
         return values, factors.bfloat16().float()
 
-    monkeypatch.setattr(fp8, "quantised", coarse)
+    monkeypatch.setattr(precision, "quantised", coarse)
     with pytest.raises(CheckFailed, match="the factors of FP8 blocks differ by 0.00"):
         check_fp8_blocks()
 

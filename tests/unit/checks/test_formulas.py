@@ -12,12 +12,10 @@ import torch.distributed as dist
 
 from rl.checks import head, updates
 from rl.checks.advantages import check_entropy_coef
-from rl.checks.batches import CheckFailed, check_rejections
+from rl.checks.batches import CheckFailed, check_rejections, check_uniforms
 from rl.checks.objective import check_loss
 from rl.checks.precision import CoarseFunctions, is_rounded
-from rl.checks.sampling import check_uniforms
-from rl.checks.selection import check_selection
-from rl.checks.updates import UpdateChecks, check_divergence, expected_rate
+from rl.checks.updates import UpdateChecks, check_divergence, check_selection, expected_rate
 from rl.config.correction import RolloutCorrection
 from rl.config.schema import Optimizer
 from rl.config.terms import AdaptiveEntropy
@@ -113,7 +111,7 @@ def test_rejected_tokens_that_count_are_found():
 def test_equal_random_numbers_of_tokens_are_found(monkeypatch):
     check_uniforms()
     monkeypatch.setattr(
-        "rl.checks.sampling.uniforms", lambda seeds, positions: inversion.uniforms(seeds, positions * 0)
+        "rl.checks.batches.uniforms", lambda seeds, positions: inversion.uniforms(seeds, positions * 0)
     )
     with pytest.raises(CheckFailed, match="get only 16 random numbers"):
         check_uniforms()
@@ -211,7 +209,7 @@ def test_an_estimate_of_a_small_divergence_is_compared_in_its_own_size(monkeypat
     logprobs = 1e-9 * torch.arange(60)
     ratios = logprobs.view(3, 20).double().sum(1)
     check_divergence(float(ratios.mean()), batch, [0, 1, 2], logprobs)
-    with pytest.raises(CheckFailed, match="the loss gets kl="):  # the mean of two samples differs by 2e-7
+    with pytest.raises(CheckFailed, match="the loss gets kl"):  # the mean of two samples differs by 2e-7
         check_divergence(float(ratios[1:].mean()), batch, [0, 1, 2], logprobs)
 
 

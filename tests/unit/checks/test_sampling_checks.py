@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.checks.batches import CheckFailed
-from rl.checks.sampling import check_sampling, expected_parameters
+from rl.checks.batches import CheckFailed, check_sampling, expected_parameters
 from rl.config.schema import load_config
 from rl.data.batch import Batch
 from rl.rollout.sampling import parameters_code

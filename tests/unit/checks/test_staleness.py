@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.checks.staleness import StaleTokens, check_staleness
+from rl.checks.batches import StaleTokens, check_staleness
 from rl.data.batch import Batch
 
 
