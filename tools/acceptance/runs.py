@@ -198,7 +198,7 @@ def resume(task: StageTask, *, ranks: int = 1) -> None:
     equal = [file.read_bytes() == (stopped / file.relative_to(straight)).read_bytes() for file in files]
     text = f"{sum(equal)} of {len(equal)} files"
     task.findings.check("weights and optimizer states are bitwise equal", bool(equal) and all(equal), text)
-    starts = straight / "environment.json", stopped / "environment-after-step-2.json"
+    starts = straight / "environment.json", stopped / "environment.json"
     for text, file in zip(("a first start", "a second start"), starts):
         seconds = json.loads(file.read_text())["start_up_s"].get("compilation", 0.0)
         task.findings.note(f"vLLM's compilation in {text}", seconds, unit="s")

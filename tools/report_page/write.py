@@ -23,6 +23,7 @@ from rl.config.options import parse_yaml
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.metric_log import STEP, number_of
 from rl.run_directory.named_metrics import first_curves
+from rl.run_directory.record import RecordedStart, starts_of
 from rl.run_directory.rollout_files import GIVEN_BY, TOKENS_FILE, read, stored_steps
 from rl.run_directory.status import read_object
 
@@ -86,7 +87,7 @@ def write_page(
             "name": names[run_dir],
             "summary": summaries[run_dir],
             "metrics": _metrics(records),
-            "config": configs[max(configs)] if configs else {},
+            "config": [*configs.values()][-1] if configs else {},
             "events": _events(run_dir, configs),
             "samples": None,
             "tokens": [],
@@ -140,15 +141,11 @@ def _metrics(records: list[dict]) -> dict[str, Any]:
 # Config and events ----------------------------------------------------------------------------------------
 
 
-def _configs(run_dir: Path) -> dict[int, dict[str, str]]:
-    """Return the flat config of each start of the run, by the step after which it began."""
-    marks = {
-        path: path.stem.removeprefix("config").removeprefix("-after-step-")
-        for path in sorted(run_dir.glob("config*.yaml"))
-    }
-    starts = (path for path, mark in marks.items() if mark == "" or mark.isdigit())
+def _configs(run_dir: Path) -> dict[RecordedStart, dict[str, str]]:
+    """Return the flat config of each start of the run, oldest first."""
+    starts = {start.config: start for start in starts_of(run_dir)}
     found = read_each(starts, lambda path: dict(_flat(parse_yaml(path.read_text(), path.name))))
-    return {int(marks[path] or 0): config for path, config in found.items()}
+    return {starts[path]: config for path, config in found.items()}
 
 
 def _token_texts(path: Path) -> list[str]:
@@ -166,18 +163,17 @@ def _flat(values: dict, prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)
 
 
-def _events(run_dir: Path, configs: dict[int, dict[str, str]]) -> list[dict[str, Any]]:
+def _events(run_dir: Path, configs: dict[RecordedStart, dict[str, str]]) -> list[dict[str, Any]]:
     """Return starts, resumes, faults and the end of a run, by the times in its files; '-' for unknown ones.
 
     Dates of files are not read, because copying a run changes them.
     """
     found: list[tuple[float | None, float | None, str, str]] = []
     before: dict[str, str] = {}
-    for step in sorted(configs):
-        path = run_dir / (f"environment-after-step-{step}.json" if step else "environment.json")
-        if not path.is_file():
+    for start, config in configs.items():
+        if not start.environment.is_file():
             continue
-        facts, config = read_object(path), configs[step]
+        facts, step = read_object(start.environment), start.after_step
         changed = [key for key in {**before, **config} if before and before.get(key) != config.get(key)]
         world_size = facts.get("world_size")
         texts = [f"{world_size} rank{'s' if world_size != 1 else ''}, {facts.get('host')}"]

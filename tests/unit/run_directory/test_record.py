@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from rl.config.options import load
 from rl.config.schema import Config, Run
 from rl.run_directory import record
 
@@ -38,3 +39,23 @@ def test_a_step_has_the_config_of_the_start_that_took_it(tmp_path):
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="has no config.yaml"):
         record.config_of_step(tmp_path / "none", 3)
+
+
+def test_config_yaml_is_of_the_newest_start(tmp_path):
+    """A continued run has its present config in config.yaml, and the earlier records beside it."""
+    steps = {}
+    for last_step, max_steps in ((0, 12), (12, 16), (12, 18), (8, 20)):
+        config = Config(run=Run(dir=str(tmp_path), max_steps=max_steps))
+        record.record_run(config, last_step, world_size=1, start_up_s={})
+        steps[last_step] = max_steps
+        assert load(Config, tmp_path / "config.yaml").run.max_steps == max_steps
+    found = {
+        start.after_step: load(Config, start.config).run.max_steps for start in record.starts_of(tmp_path)
+    }
+    assert found == steps == {0: 12, 12: 18, 8: 20}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        f"{stem}{mark}{suffix}"
+        for stem, suffix in (("config", ".yaml"), ("environment", ".json"), ("code", ""))
+        for mark in ("", "-after-step-0", "-after-step-12")
+    }
