@@ -22,6 +22,7 @@ wasted."""
 def check_objective(config: Config) -> None:
     """Raise ConfigError for the first combination that does not fit together."""
     check_advantage(config)
+    check_groups(config)
     check_loss(config)
     check_own_functions(config)
     check_mismatch(config)
@@ -71,6 +72,24 @@ def check_advantage(config: Config) -> None:
         raise ConfigError(
             f"objective.reward_weights has {len(weights)} numbers for {len(columns)} "
             "objective.reward_columns; give one for each."
+        )
+
+
+def check_groups(config: Config) -> None:
+    """Raise ConfigError if a run that learns compares the samples of a prompt, but draws only one.
+
+    TRL and OpenRLHF refuse this, too; verl takes the raw score as the advantage, which is another estimator.
+    """
+    estimator, teacher = config.objective.chosen[0], config.teacher.advantage_coef > 0
+    needs = algorithm_of(config).needs if estimator is None else estimator.needs
+    compares = "groups" in needs and (estimator is not None or "preference" in needs)
+    is_alone = compares and config.rollout.samples_per_prompt == 1
+    if is_alone and config.run.mode in ("train", "check", "train_only") and not teacher:
+        own = config.objective.advantage
+        setting = f"algorithm={config.algorithm}" if estimator is None else f"objective.advantage={own}"
+        raise ConfigError(
+            f"rollout.samples_per_prompt=1 leaves {setting} no other sample of the prompt to compare with, "
+            "so nothing is learned; use 2 or more, or algorithm=reinforce_pp, which compares the batch."
         )
 
 
@@ -207,17 +226,11 @@ def check_correction(config: Config) -> None:
 def objective_warnings(config: Config) -> list[str]:
     """Return one sentence for each combination that is allowed but probably unintended."""
     found, goal = [], config.objective
-    estimator, loss = goal.chosen
+    _, loss = goal.chosen
     if goal.reward_kl.controller == "adaptive" and goal.reward_kl.target >= 1:
         found.append(
             f"objective.reward_kl.target={goal.reward_kl.target:g} is in nats per token, and so much hardly "
             "bounds the policy; use about 0.1, or divide a target per sample by the mean response length."
-        )
-    needs = algorithm_of(config).needs if estimator is None else estimator.needs
-    if "groups" in needs and config.rollout.samples_per_prompt == 1:
-        found.append(
-            f"rollout.samples_per_prompt=1 leaves algorithm={config.algorithm} no group to compare with, and "
-            "every advantage is 0; use 2 or more."
         )
     minibatch = config.training.prompts_per_minibatch
     several = config.training.epochs > 1 or (minibatch and minibatch < config.data.prompts_per_step)

@@ -212,6 +212,11 @@ def test_which_losses_go_with_grpo_and_ppo(loss):
         (["data.val=v.jsonl", "validation.greedy=false"], "nothing to validate with"),
         (["rollout.top_p=0.9", "validation.top_p=1.0"], "the whole vocabulary for every token"),
         (["critic.optimizer.min_lr=1"], "critic.optimizer.min_lr=1.0 is above"),
+        (
+            ["algorithm=rloo", "rollout.samples_per_prompt=1"],
+            "leaves objective.advantage=rloo no other sample of the prompt to compare with, so nothing is",
+        ),
+        (["algorithm=sppo", "rollout.samples_per_prompt=1"], "leaves algorithm=sppo no other sample"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
@@ -221,7 +226,6 @@ def test_what_makes_no_sense_is_refused_with_the_reason(overrides, words):
 @each(
     "overrides, words",
     [
-        (["algorithm=rloo", "rollout.samples_per_prompt=1"], "every advantage is 0"),
         (["objective.loss=reinforce", "training.epochs=2"], "has no ratio to correct for the updates"),
         (
             ["algorithm=ppo", "objective.reward_kl.controller=adaptive", "objective.reward_kl.target=6"],
@@ -237,7 +241,12 @@ def test_what_is_unlikely_to_be_meant_is_warned_of(overrides, words):
     assert words in warning
 
 
-def test_one_sample_per_prompt_is_enough_for_reinforce_pp():
+def test_one_sample_per_prompt_is_enough_without_groups():
+    for learns in (
+        ["run.mode=rollout_only", "logging.rollouts=all"],
+        ["teacher.advantage_coef=1", "teacher.path=t"],
+    ):
+        assert check(config_with("rollout.samples_per_prompt=1", *learns)) == []
     assert check(config_with("algorithm=reinforce_pp", "rollout.samples_per_prompt=1")) == []
     assert check(config_with("objective.advantage=reinforce++", "rollout.samples_per_prompt=1")) == []
 

@@ -11,6 +11,7 @@ from tests.spawn import ROOT
 from tools import from_verl
 
 DATA = "data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet"
+GRPO = "algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8"
 SCRIPTS = {
     "ppo": f"""
         set -x
@@ -254,7 +255,7 @@ def test_what_verl_ignores_or_chooses_is_translated(tmp_path, capsys):
         assert from_verl.main([str(given), "--out", str(out), *settings]) == 0
         return load_config(str(out)), capsys.readouterr().err
 
-    given.write_text("algorithm: {adv_estimator: grpo}\n")
+    given.write_text("algorithm: {adv_estimator: grpo}\nactor_rollout_ref: {rollout: {n: 8}}\n")
     config, notes = translated(f"{actor}.clip_ratio=0.4", f"{val}.do_sample=False", f"{val}.n=4")
     # verl's own clip_ratio_low and clip_ratio_high of 0.2 come first, and temperature 0 is greedy.
     assert (config.objective.clip_low, config.objective.clip_high) == (0.2, 0.2)
@@ -300,7 +301,7 @@ def test_what_verl_ignores_or_chooses_is_translated(tmp_path, capsys):
 def test_a_layout_that_does_not_fit_is_changed(tmp_path, capsys):
     script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
     script.write_text(
-        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} data.train_batch_size=64 "
+        f"python3 -m verl.trainer.main_ppo {GRPO} {DATA} data.train_batch_size=64 "
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-32B data.max_response_length=4096 "
         "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.use_dynamic_bsz=True "
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768 trainer.nnodes=${NODES} "
@@ -315,7 +316,7 @@ def test_a_layout_that_does_not_fit_is_changed(tmp_path, capsys):
 def test_every_script_of_a_checkout_is_counted(tmp_path, capsys):
     folder = tmp_path / "examples" / "grpo"
     folder.mkdir(parents=True)
-    start = f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} data.train_batch_size=256 "
+    start = f"python3 -m verl.trainer.main_ppo {GRPO} {DATA} data.train_batch_size=256 "
     large = "actor_rollout_ref.rollout.tensor_model_parallel_size=8 actor_rollout_ref.model.path=Qwen/"
     scripts = {
         "fits": f"{start} actor_rollout_ref.model.path=Qwen/Qwen3-8B trainer.nnodes=2",
@@ -369,7 +370,7 @@ def test_generation_alone_is_a_mode_of_the_run(tmp_path, capsys):
 def test_ranks_beyond_the_heads_share_the_tokens(tmp_path, capsys):
     script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
     script.write_text(
-        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} data.train_batch_size=256 "
+        f"python3 -m verl.trainer.main_ppo {GRPO} {DATA} data.train_batch_size=256 "
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct actor_rollout_ref.actor.use_dynamic_bsz=True "
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=8 trainer.nnodes=2 "
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096\n"
@@ -397,6 +398,7 @@ data.max_prompt_length=$((1 << 9))
 EOF
 while read -r line; do EXTRA+=("$line"); done <<'EOF'
 actor_rollout_ref.rollout.temperature=0.9
+actor_rollout_ref.rollout.n=8
 EOF
 case "${MODE:-grpo}" in g*) case "$SIZE" in *B) ADV=grpo ;; esac ;& *) : ;; esac
 for i in 1 2 3; do FILES+=("'a $i.parquet'"); done
@@ -453,7 +455,7 @@ def test_models_with_gated_delta_nets_fit(tmp_path, capsys, model):
     script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
     part = "actor_rollout_ref.actor.megatron"
     script.write_text(
-        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} trainer.nnodes=8 "
+        f"python3 -m verl.trainer.main_ppo {GRPO} {DATA} trainer.nnodes=8 "
         f"actor_rollout_ref.model.path=Qwen/{model} {part}.tensor_model_parallel_size=2 "
         f"{part}.pipeline_model_parallel_size=2 {part}.expert_model_parallel_size=8 "
         "actor_rollout_ref.rollout.tensor_model_parallel_size=4 --config-name=ppo_megatron_trainer\n"
