@@ -13,8 +13,6 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
 from rl.config.options import ConfigError
-from rl.config.schema import Config, load_config
-from rl.dry_run.changes import Change, with_values
+from rl.config.schema import FIRST_KEYS, Config, load_config
+from rl.dry_run.changes import Change, cheapest_change, overrides, with_values
 from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.hardware import GIB, GPUS, Hardware, kind_of
-from rl.dry_run.layouts import fastest, find_layout
+from rl.dry_run.layouts import best_layout, fastest, least_ranks
+from rl.dry_run.shape import ModelShape, models_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,14 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "response": arguments.mean_response_tokens,
                 "shape": arguments.model_shape,
             }
-            layout, own = start_of(config, arguments.gpus, hardware, known)
+            title = f"{arguments.gpus} x {gpu}: {config.run.name}"
+            models = models_of(config, shape=arguments.model_shape)
+            least, gib = least_ranks(config, models[0], hardware)
+            if least > arguments.gpus:
+                print(
+                    f"{title}: nothing fits; weights, gradients and optimizer state take {gib:,.0f} GiB, so "
+                    f"use --gpus {least} or more"
+                )
+                continue
+            layout, own = start_of(config, arguments.gpus, hardware, models, known)
             factors = factors_of(arguments.measured, hardware, known) if arguments.measured else {}
             found = fastest(own)
-            missing = "" if found else f": nothing fits; with the first layout, {'; '.join(own.problems)}"
-            print(f"{arguments.gpus} x {gpu}: {config.run.name}{missing}")
+            print(title if found else f"{title}: {why_none(config, own, layout)}")
             for place, change in enumerate(sorted(found, key=lambda each: total(each, factors)), start=1):
-                change = replace(change, values={**layout, **change.values})
-                print(lines_of(place, change, factors))
+                words = overrides(config, {**layout, **change.values})
+                print(lines_of(place, change, words, factors))
             fits = fits or bool(found)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -61,36 +68,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def start_of(
-    config: Config, gpus: int, hardware: Hardware, known: Mapping[str, Any]
+    config: Config,
+    gpus: int,
+    hardware: Hardware,
+    models: tuple[dict[str, ModelShape], list[str]],
+    known: Mapping[str, Any],
 ) -> tuple[dict[str, object], Estimate]:
     """Return the layout with which the search starts, and its estimate; {} for the config's own layout.
 
-    known: keyword arguments of `estimate`, the mean lengths and the shape of the model. Raises ConfigError,
-    about the config's own layout, if that is invalid on so many GPUs and no other fits.
+    models: see `estimate`. known: further keyword arguments of it, the mean lengths and the shape of the
+    model. Raises ConfigError, about the config's own layout, if no layout is valid on so many GPUs.
     """
-    one: dict[str, object] = dict.fromkeys(
-        ("training.tp", "training.pp", "training.cp", "training.ep", "rollout.tp"), 1
-    )
     try:
-        return {}, estimate(config, gpus, hardware, plan=False, **known)
+        return {}, estimate(config, gpus, hardware, models=models, plan=False, **known)
     except ConfigError as error:
-        for layout in (find_layout(config, gpus, hardware, shape=known["shape"]), one):
-            with suppress(ConfigError):
-                if layout is not None:
-                    new = with_values(config, layout)
-                    return layout, estimate(new, gpus, hardware, plan=False, **known)
-        raise error
+        if (best := best_layout(config, gpus, hardware, models)) is None:
+            raise error
+        values = best[0]
+        new = with_values(config, values)
+        return values, estimate(new, gpus, hardware, models=models, plan=False, **known)
 
 
-def lines_of(place: int, change: Change, factors: Mapping[str, float]) -> str:
-    """Return seconds, memory and overrides of a result."""
+def why_none(config: Config, own: Estimate, layout: Mapping[str, object]) -> str:
+    """Return why no configuration fits, and what would. own: the estimate of the first layout."""
+    why = f"nothing fits; with the best layout found, {'; '.join(own.problems)}"
+    if (change := cheapest_change(own)) is None:
+        return f"{why}; use more GPUs"
+    return f"{why}; use --gpus {change.world_size} {overrides(config, {**layout, **change.values})}".rstrip()
+
+
+def lines_of(place: int, change: Change, words: str, factors: Mapping[str, float]) -> str:
+    """Return seconds, memory and overrides of a result. words: the overrides, if any."""
     found = change.estimate
     phases = ("training", "generation") if found.memory.engine else ("training",)
     peak = max(found.memory.peak(phase)[0] for phase in phases) / GIB
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in corrected(found, factors).items())
     return (
         f"{place}. {total(change, factors):.1f} s per step ({seconds}); {peak:.0f} of "
-        f"{found.hardware.memory_gib:g} GiB\n   {change.words(found) or '(the config as it is)'}"
+        f"{found.hardware.memory_gib:g} GiB\n   {words or '(the config as it is)'}"
     )
 
 
@@ -135,7 +150,7 @@ def factors_of(run: Path, hardware: Hardware, known: Mapping[str, Any]) -> dict[
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add_config(parser, required=False)
+    add_config(parser, Config, first=FIRST_KEYS, required=False)
     kinds = f"kind of GPU: {', '.join(GPUS)} (h100); several are compared"
     add("--gpus", metavar="N", type=int, required=True, help="number of GPUs, one rank each")
     add("--gpu", action="append", type=kind_of, metavar="KIND", help=kinds)
@@ -151,7 +166,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not arguments.config:
         parser.error("CONFIG, the YAML file of the run, is missing")
     if arguments.gpus < 1 or arguments.gpus_per_node < 1:
-        parser.error("--gpus and --gpus-per-node must be at least 1")
+        parser.error(
+            f"--gpus={arguments.gpus} and --gpus-per-node={arguments.gpus_per_node} must be at least 1"
+        )
     return arguments
 
 

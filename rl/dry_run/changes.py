@@ -4,11 +4,11 @@ Each trial gives the engine as much memory as the trainer's state leaves. Among 
 search proposes the one with the shortest step. It prefers one changed key to two, and both to more GPUs.
 """
 
-import copy
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rl.config.features import CLASS, is_on
 from rl.config.needs import needs_engine
@@ -33,10 +33,9 @@ class Change:
 
     def words(self, before: Estimate) -> str:
         """Return the change as overrides for a command line."""
-        words = [f"{key}={text(value)}" for key, value in self.values.items()]
-        if self.world_size != before.layout.num_ranks:
-            words.append(f"--world-size {self.world_size}")
-        return " ".join(words)
+        more = self.world_size != before.layout.num_ranks
+        ranks = f"--world-size {self.world_size}" if more else ""
+        return " ".join(filter(None, (overrides(before.config, self.values), ranks)))
 
 
 def cheapest_change(before: Estimate) -> Change | None:
@@ -110,17 +109,22 @@ def _share_left(estimate: Estimate) -> float:
     return min(0.9, math.floor(100 * (1 - taken / memory.hardware.memory)) / 100)
 
 
-def with_values(config: Config, values: dict[str, object]) -> Config:
+def with_values(config: Config, values: Mapping[str, object]) -> Config:
     """Return a copy of the config with other values of existing dotted keys."""
-    new, known = copy.deepcopy(config), flatten(config)
     for key, value in values.items():
-        assert key in known, key
-        *sections, leaf = key.split(".")
-        section = new
-        for name in sections:
-            section = getattr(section, name)
-        setattr(section, leaf, value)
-    return new
+        config = _with_value(config, key.split("."), value)
+    return config
+
+
+def _with_value(section: Any, names: list[str], value: object) -> Any:
+    name, *rest = names
+    return replace(section, **{name: _with_value(getattr(section, name), rest, value) if rest else value})
+
+
+def overrides(config: Config, values: Mapping[str, object]) -> str:
+    """Return the values that differ from the config's as overrides for a command line."""
+    usual = flatten(config)
+    return " ".join(f"{key}={text(value)}" for key, value in values.items() if value != usual[key])
 
 
 def text(value: object) -> str:

@@ -10,12 +10,13 @@ estimated seconds. Exit code 0: the run fits. Exit code 2: it does not fit, or t
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
 from rl.config.named_paths import absent_paths
 from rl.config.needs import learns_from_samples
-from rl.config.schema import load_config
+from rl.config.schema import FIRST_KEYS, Config, load_config
 from rl.dry_run import hardware
 from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate
@@ -52,9 +53,9 @@ def main(argv: list[str]) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the arguments of a dry run. A usage error exits with code 2."""
-    parser = make_parser(__doc__, prog="train_rl.py --dry-run")
+    parser = make_parser(__doc__, prog=f"{Path(sys.argv[0]).name} --dry-run")
     add = parser.add_argument
-    add_config(parser)
+    add_config(parser, Config, first=FIRST_KEYS)
     add("--dry-run", action="store_true", help="(this)")
     ranks = os.environ.get("SLURM_NTASKS") or os.environ.get("WORLD_SIZE") or "1"
     ranks_help = f"number of ranks, one GPU each ({ranks})"
@@ -74,12 +75,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         measured_help = f"measured seconds of a synchronous step: {keys} (estimated)"
         add(f"--{part}-seconds", metavar="X", type=float, default=0.0, help=measured_help)
     hardware.add_options(parser)
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parser.parse_run(argv)
     if arguments.world_size < 1:
         parser.error(f"--world-size is {arguments.world_size}, but must be at least 1")
     if arguments.points < 1:
         parser.error(f"--points is {arguments.points}, but must be at least 1")
-    for override in arguments.overrides:
-        if "=" not in override:
-            parser.error(f"argument '{override}' is not of the form key=value")
     return arguments

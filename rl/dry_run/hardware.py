@@ -177,6 +177,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def kind_of(name: str) -> str:
     """Return the key of GPUS for a name in any case of letters. Raises argparse.ArgumentTypeError."""
+    if name.isdigit():
+        raise argparse.ArgumentTypeError(
+            f"{name} is a number, but --gpu is a kind ({', '.join(GPUS)}); --gpus (plan) or --world-size "
+            "(--dry-run) sets the number"
+        )
     if name.lower() not in GPUS:
         raise argparse.ArgumentTypeError(
             f"{name} is none of {', '.join(GPUS)}; describe another GPU to lockstep train --dry-run with "

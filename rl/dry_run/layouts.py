@@ -4,17 +4,21 @@ with a changing number of nodes."""
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 
 from rl.config.checks import check
 from rl.config.layout_checks import divisors
 from rl.config.needs import needs_engine
 from rl.config.options import ConfigError
+from rl.config.roles import Roles
 from rl.config.schema import Config
 from rl.dry_run.changes import Change, fitting, with_values
 from rl.dry_run.estimate import Estimate, estimate
-from rl.dry_run.hardware import Hardware
-from rl.dry_run.shape import models_of
+from rl.dry_run.hardware import GIB, Hardware
+from rl.dry_run.memory import estimate_memory
+from rl.dry_run.shape import ModelShape, models_of
 
 TRIES = 96
 """Number of configurations that a search estimates."""
@@ -23,6 +27,17 @@ STAGES = {
     "training.offload": ("none", "optimizer", "all"),
 }
 """Keys with values in an order, of which a search tries the neighbours."""
+ALONE: dict[str, object] = {
+    **dict.fromkeys(("training.tp", "training.pp", "training.vpp", "training.cp", "training.ep"), 1),
+    **{
+        "training.etp": 0,
+        "training.shard": 0,
+        "rollout.tp": 1,
+        "rollout.ep": 1,
+        "rollout.dp_attention": False,
+    },
+}
+"""The layout of one rank."""
 
 
 def fastest(before: Estimate, *, tries: int = TRIES) -> list[Change]:
@@ -95,20 +110,49 @@ def find_layout(
     Layouts that differ in training.tp, pp, ep and rollout.tp are compared by the estimate of their step.
     shape: as in `estimate`.
     """
-    models = models_of(config, shape=shape)
-    found: list[tuple[float, dict[str, object]]] = []
+    best = best_layout(config, world_size, hardware, models_of(config, shape=shape))
+    return None if best is None or best[1].problems else best[0]
+
+
+def best_layout(
+    config: Config, world_size: int, hardware: Hardware, models: tuple[dict[str, ModelShape], list[str]]
+) -> tuple[dict[str, object], Estimate] | None:
+    """Return the keys of the best layout on so many ranks, and its estimate; None if none is valid.
+
+    If the config's own layout fits, it is the best one; else the fitting layout with the shortest step, or if
+    none fits the one that lacks the least memory. models: as for `estimate`.
+    """
+    found: list[tuple[float, float, dict[str, object], Estimate]] = []
     for values in ({}, *_trials(config, world_size)):
-        try:
+        with suppress(ConfigError):
             new = with_values(config, values)
-            check(new)
             result = estimate(new, world_size, hardware, models=models, plan=False)
-        except ConfigError:
-            continue
-        if not result.problems:
-            if not values:
-                return values
-            found.append((result.step_seconds, values))
-    return min(found, key=lambda trial: trial[0])[1] if found else None
+            if not values and not result.problems:
+                return values, result
+            found.append((_lacking(result), result.step_seconds, values, result))
+    for *_, values, result in sorted(found, key=lambda trial: trial[:2]):
+        with suppress(ConfigError):
+            check(with_values(config, values))  # only now, because it takes longer than an estimate
+            return values, result
+    return None
+
+
+def _lacking(found: Estimate) -> float:
+    """Return the bytes that a rank lacks in the phase that lacks most; 0 if the run fits."""
+    phases = ("training", "refit", "generation") if found.memory.engine else ("training",)
+    largest = max(found.memory.peak(phase)[0] for phase in phases)
+    return max(1.0, largest - found.hardware.memory) if found.problems else 0.0
+
+
+def least_ranks(config: Config, models: Mapping[str, ModelShape], hardware: Hardware) -> tuple[int, float]:
+    """Return the smallest number of ranks that can hold weights, gradients and optimizer state, and the GiB
+    of these.
+
+    A layout may need more ranks, for activations and for the engine's weights.
+    """
+    alone = replace(with_values(config, ALONE), roles=Roles())
+    (stage,) = estimate_memory(alone, 1, models, hardware).stages
+    return max(1, math.ceil(stage.state / (hardware.memory - hardware.reserve))), stage.state / GIB
 
 
 def _trials(config: Config, world_size: int) -> Iterator[dict[str, object]]:
@@ -118,5 +162,12 @@ def _trials(config: Config, world_size: int) -> Iterator[dict[str, object]]:
         keys["training.ep"] = sizes
     if needs_engine(config):
         keys["rollout.tp"] = sizes
+    shared = max(n for n in sizes if n <= config.rollout.ep and n & (n - 1) == 0)
     for values in itertools.product(*keys.values()):
-        yield dict(zip(keys, values))
+        if world_size % (values[0] * values[1]) == 0:
+            layout: dict[str, object] = dict(zip(keys, values))
+            if config.rollout.ep > 1:
+                layout["rollout.ep"] = shared if config.rollout.dp_attention else values[-1]
+            if config.training.vpp > 1 and values[1] == 1:
+                layout["training.vpp"] = 1
+            yield layout

@@ -391,8 +391,14 @@ class TestCommand:
 def test_a_plan_starts_from_another_layout_if_the_own_one_cannot_run(capsys):
     config = str(CONFIGS / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml")
     assert plan(["--gpus", "6", config, "training.tp=4"]) == 0
-    assert "training.tp=1 training.pp=1 rollout.tp=1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "   training.tp=1" in out and "rollout.tp" not in out  # the config has rollout.tp=1 already
     assert plan(["--gpus", "3", config, "training.tp=2"]) == 0
     assert "training.tp=1 training.pp=3" in capsys.readouterr().out  # 7B needs its layers on three GPUs
     assert plan(["--gpus", "1", config]) == 2
-    assert "nothing fits; with the first layout, training needs 174.6 GiB" in capsys.readouterr().out
+    assert "optimizer state take 128 GiB, so use --gpus 2 or more" in capsys.readouterr().out
+    large = str(CONFIGS / "qwen2.5-32b_dapo_aime_16x8.yaml")
+    assert plan(["--gpus", "16", "--gpu", "a100-40", large]) == 2
+    out = capsys.readouterr().out
+    assert "nothing fits; with the best layout found, training needs 46.5 GiB" in out
+    assert out.endswith("of a GPU; use --gpus 32\n")
