@@ -7,8 +7,10 @@ from rl.rewards.answers import accepted, ascii_signs
 
 def score(
     prompt: str, response: str, ground_truth: Any, *, literal: bool = False, **extra: Any
-) -> dict[str, float]:
+) -> dict[str, float | str]:
     """Return `score` and `acc`: 1.0 if the stripped response equals an accepted answer, else 0.0.
+
+    The stripped response is also returned as `pred`, the answer that majority votes count.
 
     Args:
         ground_truth: one or several accepted answers (`rl.rewards.answers.accepted`).
@@ -17,8 +19,9 @@ def score(
     Raises ValueError if the prompt has no ground truth, or an unreadable ground truth.
     """
     answers = check_truth(ground_truth, literal=literal)
-    acc = float(_stripped(response) in map(_stripped, answers))
-    return {"score": acc, "acc": acc}
+    answer = _stripped(response)
+    acc = float(answer in map(_stripped, answers))
+    return {"score": acc, "acc": acc, "pred": answer}
 
 
 def check_truth(ground_truth: Any, *, literal: bool = False, **kwargs: Any) -> list[str]:

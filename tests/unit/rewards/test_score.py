@@ -114,6 +114,7 @@ def test_exact_match_ignores_only_outer_white_space():
         for response, ground_truth in table:
             result = exact.score(**SAMPLE | {"response": response, "ground_truth": ground_truth})
             assert result["score"] == result["acc"] == expected, (response, ground_truth)
+            assert result["pred"] == response.strip()
     assert exact.score(**SAMPLE | {"response": "", "ground_truth": ""}, literal=True)["score"] == 1.0
     with pytest.raises(ValueError, match="ground_truth is missing"):
         exact.score(**SAMPLE | {"response": "None", "ground_truth": None})
