@@ -11,6 +11,7 @@ the command names the first step, stage and sample at which the training of two 
 the configs and environments that differ. In deterministic runs this is the cause or its first effect.
 """
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from functools import reduce
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     add("--parting", action="store_true", help="say where the training of A and B parts instead")
     args = parser.parse_args(argv)
+    if not 0 < args.margin < math.inf:
+        parser.error(f"--margin={args.margin:g} must be greater than 0 and finite, e.g. {MARGIN}")
     arms = [[Path(name) for name in text.split(",")] for text in (args.a, args.b)]
     if both := {run.resolve() for run in arms[0]} & {run.resolve() for run in arms[1]}:
         raise ValueError(f"A and B both name {both.pop()}; name two different runs.")

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
-from rl.run_directory.bad_entries import read_each, read_lines
+from rl.run_directory.bad_entries import read_each, read_lines, sentence_of
 from rl.run_directory.consumed import FILE_NAME
 from rl.run_directory.metric_log import STEP
 from rl.run_directory.rollout_files import DIRECTORY, read, stored_steps
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         found = count(args.run)
     except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {sentence_of(error)}")
     print(found.line())
     return 0 if found.is_exact else 1
 

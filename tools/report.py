@@ -20,7 +20,7 @@ from types import ModuleType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
-from rl.run_directory.bad_entries import read_each
+from rl.run_directory.bad_entries import read_each, sentence_of
 from rl.run_directory.metric_log import FILE_NAME, STEP, accuracies, read_records
 from rl.run_directory.status import refuse_missing, why_no_step
 from tools.recipes import Expected, read_recipe
@@ -62,12 +62,12 @@ def main(argv: list[str] | None = None) -> int:
         write_page(runs, summaries, page, sample_mib=args.sample_mib)
         print(f"page: {page}")
         if not several:
-            draw(runs[args.run_dirs[0]], png)
+            why_none = draw(runs[args.run_dirs[0]], png)
         else:
-            compare({path.name: runs[path] for path in args.run_dirs}, png)
+            why_none = compare({path.name: runs[path] for path in args.run_dirs}, png)
     except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
-    print(f"plot: {png}")
+        sys.exit(f"error: {sentence_of(error)}")
+    print(f"no plot: {why_none}; the page has all metrics" if why_none else f"plot: {png}")
     return 0 if met else UNMET_EXIT
 
 
@@ -98,7 +98,7 @@ def read_run(run_dir: Path) -> list[dict]:
     refuse_missing(run_dir)
     why = why_no_step(run_dir)
     if not path.is_file():
-        why = why or "it is not a run directory, or no step has ended"
+        why = why or "it is not a run directory (lockstep status lists them), or no step has ended"
         raise ValueError(f"{run_dir} holds no {FILE_NAME}: {why}.")
     records = read_records(path)
     if not records:
@@ -182,12 +182,12 @@ def pyplot() -> ModuleType:
     return plt
 
 
-def draw(records: list[dict], png: Path) -> None:
-    """Plot reward and accuracy of a run. Raises ValueError if the records hold neither."""
+def draw(records: list[dict], png: Path) -> str:
+    """Plot reward and accuracy of a run. Return why there is no plot; "" if there is one."""
     plt = pyplot()
     rewards, by_source = reward_points(records), accuracy_points(records)
     if not rewards and not by_source:
-        raise ValueError(f"the records hold neither {REWARD} nor val-core/*/acc/mean@1: nothing to plot.")
+        return f"the records hold neither {REWARD} nor val-core/*/acc/mean@1"
     figure, left = plt.subplots(figsize=(8, 4.5), dpi=150)
     lines = []
     if rewards:
@@ -211,18 +211,20 @@ def draw(records: list[dict], png: Path) -> None:
     figure.tight_layout(rect=(0, 0, 1, 0.94))
     figure.savefig(png)
     plt.close(figure)
+    return ""
 
 
-def compare(runs: dict[str, list[dict]], png: Path) -> None:
-    """Plot the held-out accuracy of several runs, by name. Raises ValueError if no run has any."""
+def compare(runs: dict[str, list[dict]], png: Path) -> str:
+    """Plot the held-out accuracy of several runs, by name. Return why there is no plot, or ""."""
     curves = {}
     for name, records in runs.items():
         by_source = accuracy_points(records)
         for source, points in by_source.items():
             curves[f"{name} {source}" if len(by_source) > 1 else name] = points
     if not curves:
-        raise ValueError("the records hold no val-core/*/acc/mean@1: nothing to compare.")
+        return "the records hold no val-core/*/acc/mean@1"
     draw_curves(curves, png, label="held-out accuracy")
+    return ""
 
 
 def draw_curves(curves: dict[str, list[Point]], png: Path, *, label: str) -> None:

@@ -25,7 +25,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import bounds, make_parser
-from rl.run_directory.bad_entries import read_each
+from rl.config.options import listed
+from rl.run_directory.bad_entries import read_each, sentence_of
 from rl.run_directory.record import config_of_step
 from rl.run_directory.rollout_files import SAMPLED_GROUPS, read, stored_steps
 from rl.run_directory.status import refuse_missing, why_no_step
@@ -77,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{max(files)}, and none of this range; name one of them."
             )
         print_share(args.run_dir, max(files))
-        tables = select(chosen, args, needed)
+        tables = any_of(select(chosen, args, needed), chosen)
         if args.sort:
             tables = ordered(tables, args.sort, is_descending=args.reverse)
         if args.export:
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         else:
             print_statistics(tables)
     except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {sentence_of(error)}")
     return 0
 
 
@@ -114,8 +115,27 @@ def ordered(tables: Iterator["pa.Table"], key: str, *, is_descending: bool) -> I
     """Yield the rows of all tables as one table, sorted by a column."""
     import pyarrow as pa
 
-    if found := list(tables):
-        yield pa.concat_tables(found).sort_by([(key, "descending" if is_descending else "ascending")])
+    table = pa.concat_tables(list(tables))
+    yield table.sort_by([(key, "descending" if is_descending else "ascending")])
+
+
+def any_of(tables: Iterator["pa.Table"], files: dict[int, Path]) -> Iterator["pa.Table"]:
+    """Yield the tables with rows. Raises ValueError at the end if none has any."""
+    is_empty = True
+    for table in tables:
+        if table.num_rows:
+            is_empty = False
+            yield table
+    if is_empty:
+        found = read_each(files.values(), lambda path: read(path, ["data_source", "score"]))
+        columns = [table.to_pydict() for table in found.values()]
+        sources = {str(source) for each in columns for source in each["data_source"]}
+        scores = [score for each in columns for score in each["score"] if score is not None]
+        bounds = f", scores from {min(scores):g} to {max(scores):g}" if scores else ""
+        raise ValueError(
+            f"no stored sample of these {len(files)} steps matches the filters; their data_source is "
+            f"{listed(sorted(sources)[:8] or ['(none)'], 'or')}{bounds}; leave a filter out."
+        )
 
 
 def select(
@@ -142,7 +162,10 @@ def select(
             table = table.filter(table.column("truncated"))
         if args.text:
             texts = [_all_text(row) for row in table.select(TEXTS).to_pylist()]
-            table = table.filter(pc.match_substring_regex(_strings(texts), args.text))
+            try:
+                table = table.filter(pc.match_substring_regex(_strings(texts), args.text))
+            except ValueError as error:
+                raise ValueError(f"--text={args.text!r} is no regular expression: {error}.") from error
         yield table
 
 
@@ -164,8 +187,6 @@ def print_statistics(tables: Iterator["pa.Table"]) -> None:
         ("step", "samples", "groups", "score", "min", "max", "length", "max", "truncated")
     ]
     for table in tables:
-        if not table.num_rows:
-            continue
         score, length = pc.min_max(table["score"]), pc.min_max(table["length"])
         numbers = pc.mean(table["score"]), score["min"], score["max"], pc.mean(table["length"]), length["max"]
         counts = table["step"][0], table.num_rows, pc.count_distinct(table["group"])
@@ -189,7 +210,7 @@ def cell(value: Any) -> str:
 
 
 def show(tables: Iterator["pa.Table"], number: int) -> None:
-    """Print the texts of the first rows. Raises ValueError if there is none."""
+    """Print the texts of the first rows."""
     left = number
     for table in tables:
         for row in table.slice(0, left).to_pylist():
@@ -206,8 +227,6 @@ def show(tables: Iterator["pa.Table"], number: int) -> None:
         left -= min(left, table.num_rows)
         if not left:
             return
-    if left == number:
-        raise ValueError("no stored sample is selected; without filters all stored steps are listed.")
 
 
 def export(tables: Iterator["pa.Table"], path: Path) -> int:
@@ -218,9 +237,7 @@ def export(tables: Iterator["pa.Table"], path: Path) -> int:
 
     if path.suffix not in (".parquet", ".jsonl", ".csv"):
         raise ValueError(f"--export={path} must end with .parquet, .jsonl or .csv.")
-    if not (found := list(tables)):
-        raise ValueError("none of the selected steps can be read.")
-    table = pa.concat_tables(found)
+    table = pa.concat_tables(list(tables))
     if path.suffix == ".parquet":
         pq.write_table(table, path, compression="zstd")
     elif path.suffix == ".csv":

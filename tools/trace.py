@@ -1,5 +1,6 @@
-"""Merge the timelines of a run's ranks (trace.steps) into one trace per step, and print where the time went.
+"""Merge the timelines of a run's ranks into one trace per step, and print where the time went.
 
+    lockstep train --config my.yaml trace.steps=[5]     a run that writes the timelines of step 5
     lockstep trace runs/grpo          every traced step
     lockstep trace runs/grpo --step 5 --ranks 0:7
     lockstep trace runs/grpo --torch  also operators and kernels of torch.profiler
@@ -42,15 +43,15 @@ RANK_FILE = re.compile(r"step_(\d+)_rank_(\d+)\.json")
 def main(argv: list[str] | None = None) -> int:
     parser = make_parser(__doc__)
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="directory of a run")
-    parser.add_argument("--step", type=int, help="only this step")
     both = "both included"
+    parser.add_argument("--step", metavar="FIRST[:LAST]", type=bounds, help=f"only these steps, {both}")
     parser.add_argument("--ranks", metavar="FIRST:LAST", type=bounds, default=(0, math.inf), help=both)
     parser.add_argument("--torch", action="store_true", help="merge the traces of torch.profiler too")
     parser.add_argument("--cost", action="store_true", help="compare traced steps with the others")
     args = parser.parse_args(argv)
     try:
         refuse_missing(args.run_dir)
-        steps = find(args.run_dir / "trace", args.step, *args.ranks)
+        steps = find(args.run_dir, args.step or (-math.inf, math.inf), args.ranks)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -85,26 +86,47 @@ def read_rank(path: Path) -> dict:
     return record
 
 
-def find(directory: Path, step: int | None, first: float, last: float) -> dict[int, list[Path]]:
-    """Return the files of the ranks by step, in the order of the ranks. Raises ValueError for none."""
+def find(run_dir: Path, steps: tuple[float, float], ranks: tuple[float, float]) -> dict[int, list[Path]]:
+    """Return the files of the ranks by step, in the order of the ranks. Raises ValueError for none.
+
+    steps, ranks: the first and the last one.
+    """
+    directory = run_dir / "trace"
     stored: dict[int, set[int]] = defaultdict(set)
     found: dict[int, list[Path]] = defaultdict(list)
     for path in sorted(directory.glob("step_*_rank_*.json")):
         if match := RANK_FILE.fullmatch(path.name):
             number, rank = map(int, match.groups())
             stored[number].add(rank)
-            if step in (None, number) and first <= rank <= last:
+            if steps[0] <= number <= steps[1] and ranks[0] <= rank <= ranks[1]:
                 found[number].append(path)
+    wanted = f"trace.steps=[{steps[0]:g}]" if math.isfinite(steps[0]) else "trace.steps=[...]"
+    remedy = f"run with {wanted}{logged(run_dir, steps[0])}."
     if not stored:
-        raise ValueError(f"{directory} has no timelines; run with trace.steps=[...].")
+        raise ValueError(f"{directory} has no timelines; {remedy}")
     if not found:
-        ranks = sorted(set.union(*stored.values()))
+        own = sorted(set.union(*stored.values()))
         raise ValueError(
             f"{directory} has no timelines of these steps and ranks; it has them of "
-            f"step{'s' * (len(stored) > 1)} {listed(map(str, sorted(stored)), 'and')}, ranks {ranks[0]} to "
-            f"{ranks[-1]}, so name one of them, or run with trace.steps=[...]."
+            f"step{'s' * (len(stored) > 1)} {listed(map(str, sorted(stored)), 'and')}, ranks {own[0]} to "
+            f"{own[-1]}, so name one of them, or {remedy}"
         )
     return dict(found)
+
+
+def logged(run_dir: Path, step: float) -> str:
+    """Return the longest phases of a step in the log, as the end of a sentence; "" if it has none."""
+    file = run_dir / FILE_NAME
+    records = [record for record in read_records(file) if record[STEP] == step] if file.is_file() else []
+    seconds = {
+        name.removeprefix("timing_s/"): value
+        for record in records
+        for name, value in record.items()
+        if name.startswith("timing_s/") and value is not None
+    }
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:6]
+    text = ", ".join(f"{name} {seconds[name]:.3g} s" for name in longest)
+    return text and f"; without it the log has the seconds of each phase: {text}"
 
 
 def chrome_events(record: dict) -> Iterator[dict]:

@@ -111,7 +111,6 @@ def test_plot_has_both_curves_labels_and_legend(grpo, monkeypatch):
         (lambda path: None, "there is no directory"),
         (lambda path: path.mkdir(), "holds no metrics.jsonl"),
         (lambda path: write_run(path, []), "holds no record yet"),
-        (lambda path: write_run(path, [(1, {"x": 1})]), "nothing to plot"),
         (lambda path: (write_run(path, []) / "metrics.jsonl").write_text("x\n"), "holds no record yet"),
     ],
 )
@@ -121,6 +120,15 @@ def test_error_is_one_sentence(tmp_path, make, message):
         report.main([str(tmp_path / "run")])
     error = stopped.value.code
     assert message in error and error.endswith(".") and "\n" not in error
+
+
+def test_a_run_without_rewards_has_a_page_and_no_plot(tmp_path, capsys):
+    runs = [write_run(tmp_path / name, [(1, {"sft/loss": 1.0})]) for name in "ab"]
+    for some in (runs[:1], runs):
+        assert report.main([*map(str, some)]) == 0
+        out = capsys.readouterr().out
+        assert "no plot: the records hold n" in out and (runs[0] / "report.html").is_file()
+    assert not (runs[0] / "report.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -109,3 +109,14 @@ def test_a_range_with_a_dash_is_refused_with_the_colon(run, capsys):
         with pytest.raises(SystemExit):
             rollouts.main([str(run), "--step", text])
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "form", [[], ["--table"], ["--show", "1"], ["--sort", "score"], ["--export", "x.csv"]]
+)
+def test_filters_that_match_nothing_are_answered_with_what_there_is(run, form):
+    for wrong in (["--source", "gsm8k"], ["--score", "9:"], ["--text", "nowhere"]):
+        with pytest.raises(SystemExit, match="of these 3 steps matches .* is sums or texts, scores from"):
+            rollouts.main([str(run), *wrong, *form])
+    with pytest.raises(SystemExit, match=r"--text='\(' is no regular expression: "):
+        rollouts.main([str(run), "--text", "(", *form])

@@ -1,5 +1,7 @@
 """tools/trace.py: which timelines it finds."""
 
+import json
+
 from tools import trace
 
 
@@ -7,6 +9,13 @@ def test_a_step_without_timelines_is_refused_with_the_steps_that_have_some(tmp_p
     (tmp_path / "trace").mkdir()
     assert trace.main([str(tmp_path)]) == 2
     assert "has no timelines; run with trace.steps=[...]." in capsys.readouterr().err
+    record = {"training/global_step": 6, "timing_s/step": 3.0, "timing_s/gen": 2.0, "actor/lr": 9.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert trace.main([str(tmp_path), "--step", "6"]) == 2
+    assert (
+        "run with trace.steps=[6]; without it the log has the seconds of each phase: step 3 s, gen 2 s."
+        in (capsys.readouterr().err)
+    )
     for name in ("step_2_rank_0", "step_2_rank_1", "step_4_rank_0"):
         (tmp_path / "trace" / f"{name}.json").write_text("{}")
     for arguments in (["--step", "6"], ["--ranks", "2:5"]):
