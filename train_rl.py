@@ -22,6 +22,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -39,10 +40,10 @@ NEEDED = {"yaml", "numpy", "torch", "transformers", "safetensors", "pyarrow", "r
 """Packages without which this is not the environment of Lockstep."""
 
 
-def main(argv: list[str] | None = None, *, about: str | None = __doc__) -> int:
+def main(argv: list[str] | None = None, *, about: str | None = __doc__, first: Sequence[str] = ()) -> int:
     """Read the command line `argv` (None: sys.argv), start torch.distributed, run, and return the exit code.
 
-    about: beginning of --help.
+    about: beginning of --help. first: keys that it shows; the keys that people change first, by default.
     Once torch.distributed has started, a code other than 0 ends the process here (`leave`).
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None, *, about: str | None = __doc__) -> int:
                 argv,
                 program=Path(sys.argv[0]).name,
                 description=about,
-                first=FIRST_KEYS,
+                first=first or FIRST_KEYS,
                 other_help=metrics_help,
             )
         config = load_config(command.config, command.overrides)

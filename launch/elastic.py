@@ -27,7 +27,7 @@ from launch.elastic_jobs import Jobs
 from launch.elastic_ranks import NodeRanks
 from launch.layouts import layouts_of
 from rl.config.checks import check
-from rl.config.command_line import add_config
+from rl.config.command_line import add_config, make_parser
 from rl.config.options import ConfigError
 from rl.config.schema import Config, load_config
 from rl.faults.lock import FILE_NAME as LOCK
@@ -50,9 +50,9 @@ the next generation; their ranks have met; the checkpoint is loaded; the first s
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m launch.elastic", description=__doc__, allow_abbrev=False)
+    parser = make_parser(__doc__, prog="python -m launch.elastic")
     add, env = parser.add_argument, os.environ
-    add_config(parser)
+    add_config(parser, Config)
     add("--ranks", metavar="N", type=int, required=True, help="ranks of this node")
     add(
         "--nodes",
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     )
     add("--node", default=env.get("SLURMD_NODENAME") or os.uname().nodename, help="name of this node")
     add("--logs", metavar="DIR", type=Path, help="directory of the ranks' logs (RUN/elastic)")
-    options = parser.parse_intermixed_args(argv)
+    options = parser.parse_run(argv)
     if options.ranks < 1 or options.nodes < 1 or "/" in options.node:
         parser.error(
             f"--ranks={options.ranks}, --nodes={options.nodes} and --node={options.node} must be two numbers "

@@ -65,7 +65,9 @@ def make_points(sweep: Mapping[str, Any], known: Mapping[str, Any]) -> list[Swee
             advice = advice_on_key(Config, key)
             raise ConfigError(f"the sweep varies {key}, which is not a config key; {advice}")
     if not keys:
-        raise ConfigError("the sweep has none of grid, zip, random and seeds, so there is nothing to sweep.")
+        raise ConfigError(
+            "the sweep has none of grid, zip, random and seeds, so there is nothing to sweep; add one."
+        )
     combined = [
         dict(itertools.chain.from_iterable(part.items() for part in parts))
         for parts in itertools.product(*parts)
@@ -106,13 +108,15 @@ def _zip(section: dict) -> list[dict]:
 def _seeds(seeds: Any) -> list[dict]:
     if seeds is None:
         return [{}]
-    numbers = list(range(1, seeds + 1)) if isinstance(seeds, int) else _list("the sweep", "seeds", seeds)
+    is_number = type(seeds) is int and seeds > 0
+    numbers = list(range(1, seeds + 1)) if is_number else _list("the sweep", "seeds", seeds)
     return [{SEED: number} for number in numbers]
 
 
 def _list(section: str, key: str, values: Any) -> list:
     if not isinstance(values, list) or not values:
-        raise ConfigError(f"{key} of {section} is {show(values)}, but must be a list of values.")
+        number = " or a number of at least 1" if key == "seeds" else ""
+        raise ConfigError(f"{key} of {section} is {show(values)}, but must be a list of values{number}.")
     return values
 
 
@@ -125,6 +129,11 @@ def _random(section: dict) -> list[dict]:
         return [{}]
     if section.keys() != {"points", "seed", "keys"}:
         raise ConfigError(f"random of the sweep has {', '.join(section)}; it takes points, seed and keys.")
+    if not isinstance(section["keys"], dict) or type(section["points"]) is not int or section["points"] < 1:
+        raise ConfigError(
+            f"random of the sweep is {show(section)}, but points must be a number of at least 1, and keys a "
+            "mapping of keys to distributions."
+        )
     return [
         {
             key: _draw(key, spec, random.Random(f"{section['seed']}.{number}.{key}"))

@@ -64,7 +64,10 @@ def find_runs(directory: Path) -> list[Path]:
     For a sweep, the result has all points, including points that have no directory yet.
     """
     if not directory.is_dir():
-        raise ConfigError(f"there is no directory {directory}.")
+        raise ConfigError(
+            f"there is no directory {directory} (working directory {Path.cwd()}); name a run, a sweep, or a "
+            "directory that holds them."
+        )
     places = (directory, *sorted(directory.glob("*/")), *sorted(directory.glob("*/*/")))
     found = read_each((place for place in places if place.suffix != RANK_LOGS), _runs_at)
     return list(dict.fromkeys(itertools.chain.from_iterable(found.values())))

@@ -20,7 +20,7 @@ from rl.config.command_line import add_config, make_parser
 from rl.config.elastic import JobLimits
 from rl.config.named_paths import absent_paths
 from rl.config.options import to_yaml
-from rl.config.schema import Config, load_config
+from rl.config.schema import FIRST_KEYS, Config, load_config
 from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import Hardware
@@ -30,14 +30,14 @@ from rl.sandbox.private_directory import make_private
 
 def main(argv: list[str]) -> int:
     parser = make_parser(__doc__)
-    add_config(parser)
+    add_config(parser, Config, first=FIRST_KEYS)
     parser.add_argument("--dry-run", action="store_true", help="write and print, but do not submit")
     parser.add_argument(
         "--force", action="store_true", help="submit even if the memory estimate does not fit"
     )
     add_resources(parser)
     add_anywhen(parser)
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = parser.parse_run(argv)
     resources = resources_of(arguments)
     if arguments.anywhen:
         return submit_anywhen(arguments, resources, command=as_typed("submit", argv))

@@ -130,7 +130,7 @@ def read_file(path: str) -> SweepFile:
     sweep = expand_paths(load(SweepFile, path))
     for key in ("name", "config"):
         if not getattr(sweep, key):
-            raise ConfigError(f"{key} is empty in {path}, but a sweep requires it.")
+            raise ConfigError(f"{key} is empty in {path}, but a sweep requires it; set it.")
     sweep.config = [sweep.config] if isinstance(sweep.config, str) else sweep.config
     if not isinstance(sweep.config, list) or not all(isinstance(file, str) for file in sweep.config):
         raise ConfigError(f"config is {show(sweep.config)} in {path}, but must be a path or a list of paths.")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launch.runs import DIRECTORY, SWEEP, UNREADABLE_RUN, RunState, read_runs, read_sweep
 from rl.config.command_line import make_parser
-from rl.config.options import ConfigError, show
+from rl.config.options import ConfigError, did_you_mean, show
 from rl.run_directory.bad_entries import read_each
 from rl.run_directory.status import refuse_missing
 from tools.report import REWARD, Point, accuracy_points, draw_curves, metric_points, read_run, reward_points
@@ -75,7 +75,8 @@ def curves_of(records: dict[Path, list[dict]], metric: str) -> tuple[str, dict[P
         name, curves = REWARD, {path: reward_points(some) for path, some in records.items()}
     curves = {path: points for path, points in curves.items() if points}
     if not curves:
-        raise ConfigError(f"no run has the metric {name}.")
+        known = {each for some in records.values() for record in some for each in record}
+        raise ConfigError(f"--metric={name} is in the log of no run{did_you_mean(name, known)}")
     return name, curves
 
 
@@ -106,9 +107,10 @@ def page(
     return (
         "\n".join(
             [
-                f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>",
-                "<style>body{font:14px sans-serif;margin:2em}td,th{padding:2px 12px;text-align:left}"
-                "img{max-width:100%}</style>",
+                f"<!doctype html><meta charset='utf-8'>"
+                f"<meta name='viewport' content='width=device-width'><title>{html.escape(title)}</title>",
+                "<style>body{font:14px sans-serif;margin:1em}td,th{padding:2px 12px;text-align:left}"
+                "img{max-width:100%}table{display:block;overflow-x:auto}</style>",
                 f"<h1>{html.escape(title)}</h1><p>{html.escape(metric)}</p>",
                 f"<img alt='curves' src='data:image/png;base64,{image}'>",
                 "<table>",

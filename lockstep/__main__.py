@@ -23,6 +23,7 @@ from typing import NoReturn
 
 from lockstep.commands import COMMANDS, Command
 from rl import __version__
+from rl.run_directory.bad_entries import sentence_of
 from rl.runtime.torchrun_summary import show_in_summary
 from train_rl import advice_on, leave
 
@@ -33,6 +34,8 @@ PRINTING = {"-h", "--help", "--print-config", "--dry-run"}
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command `argv` (None: sys.argv) and end the process with its exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["help"]:
+        argv = ["--help", *argv[1:]]
     if argv[:1] in (["-h"], ["--help"]) and argv[1:]:
         word = argv[1]
         argv = [*argv[1:], "--help"] if any(word in words.split() for words in COMMANDS) else ["train", *argv]
@@ -59,7 +62,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def call(command: Command, argv: list[str]) -> int:
     """Call the module of a command; return its exit code, and 2 with one sentence for what it raises."""
     try:
-        about = {"about": command.about} if command.about else {}
+        about = {name: text for name in ("about", "first") if (text := getattr(command, name))}
         code = importlib.import_module(command.module).main([*argv, *command.after], **about)
         sys.stdout.flush()
         return code or 0
@@ -82,7 +85,8 @@ def call(command: Command, argv: list[str]) -> int:
 
 def refuse(error: object) -> int:
     """Print one sentence and return exit code 2."""
-    sentence = f"error: {str(error).removeprefix('error: ')}"
+    text = sentence_of(error) if isinstance(error, OSError) else str(error)
+    sentence = f"error: {text.removeprefix('error: ')}"
     show_in_summary(sentence)
     print(sentence, file=sys.stderr)
     return 2

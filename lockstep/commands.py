@@ -13,6 +13,8 @@ class Command:
     """Arguments that follow the user's."""
     about: str = ""
     """Beginning of its --help, in place of the module's."""
+    first: tuple[str, ...] = ()
+    """Keys that its --help shows, in place of the module's."""
     acts: bool = False
     """Whether it starts or submits a run, which a closed output must not interrupt."""
 
@@ -25,15 +27,21 @@ CHECK = """Take one step on your model, data and reward, and print a verdict on 
 `<run.dir>-check` has the verdicts, too (docs/first_step.md). Exit code 1: a verdict is wrong."""
 EVAL = """Validate the checkpoints of a run, or a model, on data.val, as the section validation says.
 
-    lockstep eval --config my.yaml                                    all checkpoints of run.dir
+    lockstep eval --config runs/mine/config.yaml                      all checkpoints of the run
     lockstep eval --config my.yaml checkpoint.resume=runs/mine/checkpoints/step_000100
-    lockstep eval --config my.yaml checkpoint.resume=never validation.samples_per_prompt=16  model.path
+    lockstep eval --config my.yaml validation.samples_per_prompt=4 validation.temperature=0.7
+    lockstep eval --config my.yaml checkpoint.resume=never            model.path
     torchrun --nproc-per-node 8 -m lockstep eval --config my.yaml data.val=[data/aime.parquet]
     lockstep eval --help validation                                   the keys of this section
 
 Prints a table, and writes all metrics and samples to `<run.dir>-eval` (docs/evaluation.md). If the job ends
 early, the same command continues."""
 
+EVAL_KEYS = (
+    *("run.dir", "model.path", "data.val", "reward.function", "rollout.max_response_tokens", "rollout.tp"),
+    *("validation.greedy", "validation.samples_per_prompt", "validation.temperature", "validation.top_p"),
+    *("validation.max_prompts", "checkpoint.resume"),
+)
 COMMANDS = {
     "train": Command(
         "Train: one rank of a run, or several under torchrun, srun, mpirun", "train_rl", acts=True
@@ -46,7 +54,12 @@ COMMANDS = {
         acts=True,
     ),
     "eval": Command(
-        "Validate the checkpoints of a run, or a model", "train_rl", ("run.mode=evaluate",), EVAL, acts=True
+        "Validate the checkpoints of a run, or a model",
+        "train_rl",
+        ("run.mode=evaluate",),
+        EVAL,
+        EVAL_KEYS,
+        acts=True,
     ),
     "compare": Command("Say which of two runs is better, or where they part", "tools.compare"),
     "plan": Command("Find the five fastest configurations that fit on N GPUs", "tools.plan"),

@@ -8,6 +8,7 @@ completes `lockstep tr<TAB>`, `lockstep data to<TAB>` and `lockstep train traini
 from collections.abc import Iterable
 
 from lockstep.commands import COMMANDS
+from rl.config.command_line import make_parser
 from rl.config.options import flatten
 from rl.config.schema import Config
 
@@ -28,9 +29,8 @@ SECOND = "    '2 {first} {first}|'*) words=$'{words} ' ;;"
 
 
 def main(argv: list[str]) -> int:
-    """Print the script. Raises ValueError for arguments."""
-    if argv:
-        raise ValueError(f"lockstep completion takes no {argv[0]}; run: source <(lockstep completion)")
+    """Print the script."""
+    make_parser(__doc__).parse_args(argv)
     pairs = [words.split() for words in COMMANDS]
     second = {first: [rest[0] for word, *rest in pairs if word == first and rest] for first, *_ in pairs}
     lines = [SECOND.format(first=first, words=_lines(words, " ")) for first, words in second.items() if words]

@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import add_config, make_parser
-from rl.config.schema import load_config
+from rl.config.schema import FIRST_KEYS, Config, load_config
 from rl.runtime.ranks import Ranks, discover
 from tools.node_checks import (
     Finding,
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
-    add_config(parser, required=False, about="check the models, data and run directory of this YAML file")
+    about = "check the models, data and run directory of this YAML file"
+    add_config(parser, Config, first=FIRST_KEYS, required=False, about=about)
     opened_help = "only run this command under strace, and print the files that it opens by mount point"
     add("--opened", metavar="COMMAND", help=opened_help)
     add("--gpus", metavar="N", type=int, help="GPUs that a node must have (SLURM_GPUS_ON_NODE)")
@@ -82,7 +83,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--min-gb-s", metavar="X", type=float, default=0.0, help="or below this many GB/s (0)")
     add("--json", action="store_true", help="print one JSON object")
     add("--verbose", action="store_true", help="also print passed checks")
-    return parser.parse_intermixed_args(argv)
+    return parser.parse_run(sys.argv[1:] if argv is None else argv)
 
 
 def own_findings(arguments: argparse.Namespace, ranks: Ranks) -> list[Finding]:

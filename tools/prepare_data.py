@@ -217,7 +217,9 @@ def find_records(source: str | Path, *, only_split: str | None = None) -> Record
     """
     source = Path(source)
     if not source.exists():
-        raise ValueError(f"--source {source} does not exist (working directory {Path.cwd()}).")
+        raise ValueError(
+            f"--source {source} does not exist (working directory {Path.cwd()}); correct the path."
+        )
     files = sorted(path for path in source.rglob("*") if path.is_file()) if source.is_dir() else [source]
     by_split: dict[str, list[Path]] = {}
     for path in files:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl.config.command_line import make_parser
 from rl.config.options import Raw, build, read_file
 from rl.config.schema import load_config
 from rl.dry_run.estimate import Estimate, estimate
@@ -136,8 +137,10 @@ def describe(name: str) -> str:
 
 def main(argv: list[str]) -> int:
     """Print the named recipes, or all."""
+    parser = make_parser(__doc__)
+    parser.add_argument("names", metavar="RECIPE", nargs="*", help="name or file (all)")
     try:
-        print("\n\n".join(describe(name) for name in argv or names()))
+        print("\n\n".join(describe(name) for name in parser.parse_args(argv).names or names()))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -106,7 +106,8 @@ def check_names(config: Config) -> None:
         raise ConfigError("rollout.stop holds an empty string, which would end every response; remove it.")
     if min(config.rollout.stop_token_ids, default=0) < 0:
         raise ConfigError(
-            f"rollout.stop_token_ids holds {min(config.rollout.stop_token_ids)}, but token ids are 0 or more."
+            f"rollout.stop_token_ids holds {min(config.rollout.stop_token_ids)}, but token ids are 0 or "
+            "more; remove it."
         )
 
 
@@ -133,7 +134,9 @@ def check_contradictions(config: Config) -> None:
     for section in OPTIMIZERS:
         lr, min_lr = values[f"{section}.lr"], values[f"{section}.min_lr"]
         if min_lr > lr:
-            raise ConfigError(f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays.")
+            raise ConfigError(
+                f"{section}.min_lr={min_lr} is above {section}.lr={lr}, from which it decays; lower it."
+            )
     check_data(config)
     check_checkpoint(config)
     check_trackers(config)
@@ -153,7 +156,7 @@ def check_contradictions(config: Config) -> None:
     if buffer > limit:
         raise ConfigError(
             f"reward.overlong_buffer_tokens={buffer} is more than rollout.max_response_tokens={limit}, the "
-            "end of the buffer."
+            "end of the buffer; lower it."
         )
     validation = config.validation
     measures = validation.greedy or validation.samples_per_prompt or validation.loss

@@ -2,14 +2,18 @@
 
 import argparse
 import ast
+import difflib
 import functools
 import inspect
+import itertools
 import math
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from rl.config.declarations import texts_under
@@ -28,10 +32,87 @@ class CommandLine:
     """Print only the keys that differ from the defaults."""
 
 
-def make_parser(description: str | None, **options: Any) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """A parser whose sentence about an unknown argument names the option, key or file that it means."""
+
+    keys: type | None = None
+    """Tree of the keys that the overrides set (`add_config`)."""
+    first: Collection[str] = ()
+    """Keys that are meant rather than others."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        argv = sys.argv[1:] if args is None else [*args]
+        is_whole = self._subparsers is None and not {"-h", "--help"} & {*argv}
+        words = itertools.takewhile("--".__ne__, argv) if is_whole else ()
+        for before, word in itertools.pairwise(["", *words]):
+            owner = self._option_string_actions.get(before)
+            if owner is not None and owner.nargs is None:  # takes a value
+                if re.match(r"-[^-]", word) and not re.fullmatch(r"-\d*\.?\d+", word):
+                    self.error(f"the value of {before} begins with -; write {before}={word}")
+            elif re.match(r"--?[A-Za-z]", word) and word.partition("=")[0] not in self._option_string_actions:
+                self.error(f"unknown argument {word}{self._meant(word, argv)}")
+        return super().parse_known_args(args, namespace)
+
+    def parse_run(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse arguments after `add_config`. A word without "=" is refused with the way to name it."""
+        has_config = any(word.startswith("--config") for word in argv)
+        for word in () if has_config else argv:
+            if not word.startswith("-") and (way := way_to_name(word, has_config=False)):
+                self.error(way)
+        if not has_config and argv and not argv[0].startswith("-") and "=" not in argv[0]:
+            self.error(f"'{argv[0]}' is neither a file nor key=value; name the run's YAML file in --config")
+        arguments = self.parse_intermixed_args(argv)
+        for word in arguments.overrides:
+            if "=" not in word:
+                no_key = f"argument '{word}' is not of the form key=value, such as run.seed=2"
+                self.error(way_to_name(word, has_config=has_config) or no_key)
+        return arguments
+
+    def _meant(self, unknown: str, argv: list[str]) -> str:
+        """Return the end of the sentence about an unknown option: what it belongs to, or what it means."""
+        name, _, value = unknown.lstrip("-").partition("=")
+        if name == "world-size" and self.keys is not None:
+            return (
+                ", which belongs to --dry-run; in a run the launcher (torchrun, srun or mpirun) sets the "
+                "number of ranks"
+            )
+        keys = {} if self.keys is None else flatten(self.keys())
+        if name in keys and value:
+            return f"; to set a key write {name}={value} without dashes"
+        own = [option.removeprefix("--") for option in self._option_string_actions if option[:2] == "--"]
+        begun = [option for option in own if len(name) > 2 and option.startswith(name)]
+        if options := begun or difflib.get_close_matches(name.replace("_", "-"), own, 1, 0.65):
+            return f"; did you mean --{options[0]}?"
+        near = nearest_keys(self.keys, parent(name), last(name), last(name)) if self.keys else []
+        near = [key for key in near if key in keys]
+        after = "" if value else "".join(argv[argv.index(unknown) + 1 :][:1])
+        value = value or ("VALUE" if not after or after.startswith("-") or "=" in after else after)
+        meant = [f"{key}={value}" for key in near if key in self.first] or [f"{key}={value}" for key in near]
+        return f"; did you mean {listed(meant, 'or')}?" if meant else ""
+
+
+def way_to_name(word: str, *, has_config: bool) -> str:
+    """Return how to name a YAML file, the directory of a run or a checkpoint; "" for another word.
+
+    has_config: whether the command line has --config already.
+    """
+    path = Path(word)
+    if path.suffix in (".yaml", ".yml") and "=" not in word:
+        return f"'{word}' is not of the form key=value; write --config {word}"
+    if not (path / "config.yaml").is_file():
+        return ""
+    own = "" if has_config else f"--config {path / 'config.yaml'}"
+    if (path / "checkpoint.json").is_file():
+        return f"'{word}' is a checkpoint, not key=value; write {own} checkpoint.resume={word}".replace(
+            "  ", " "
+        )
+    return f"'{word}' is the directory of a run, not key=value; write {own or f'run.dir={word}'}"
+
+
+def make_parser(description: str | None, **options: Any) -> Parser:
     """Return a parser of whole words that prints its description, a module's docstring, as it is written."""
     options |= dict(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    return argparse.ArgumentParser(allow_abbrev=False, **options)
+    return Parser(allow_abbrev=False, **options)
 
 
 def bounds(text: str) -> tuple[float, float]:
@@ -65,7 +146,7 @@ def parse_command_line(
     """
     usage = "%(prog)s --config FILE [key=value ...] [--print-config | --dry-run] [--help [WORD]]"
     parser = make_parser(description, prog=program, usage=usage, add_help=False)
-    add_config(parser, about="YAML file with any of the keys below")
+    add_config(parser, cls, first=first, about="YAML file with any of the keys below")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     parser.add_argument("--changed", action="store_true", help="with --print-config: without defaults")
     parser.add_argument("--dry-run", action="store_true", help="estimate whether it fits: --dry-run --help")
@@ -83,51 +164,32 @@ def parse_command_line(
         of_section = word == "all" or any(key.startswith(f"{word}.") for key in keys)
         texts = [help_text(cls, only=keys) if keys else "", "" if of_section else other_help(word)]
         if not any(texts):
-            parser.error(f"--help {word}: no section, key, text of a key or metric has this word")
+            said = " ".join(f"{key} {doc}" for key, doc in tree_docs(cls).items())
+            known = set(re.findall(r"[a-z]{3,}", said.lower()))
+            near = difflib.get_close_matches(word.lower(), known, 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            parser.error(f"--help {word}: no section, key, text of a key or metric has this word{meant}")
         print("\n".join(filter(None, texts)))
         raise SystemExit(0)
-    files = [argument for argument in argv if argument.endswith((".yaml", ".yml")) and "=" not in argument]
-    if files and not any(argument.startswith("--config") for argument in argv):
-        parser.error(f"'{files[0]}' is not of the form key=value; write --config {files[0]}")
-    arguments, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        parser.error(f"unknown argument {unknown[0]}{_hint(cls, unknown[0], argv, first)}")
-    for override in arguments.overrides:
-        if "=" not in override:
-            parser.error(f"argument '{override}' is not of the form key=value, such as run.seed=2")
+    arguments = parser.parse_run(argv)
     return CommandLine(
         arguments.config, arguments.overrides, arguments.print_config or arguments.changed, arguments.changed
     )
 
 
-def _hint(cls: type, unknown: str, argv: list[str], first: Collection[str]) -> str:
-    """Return the end of the sentence about an unknown option: what it belongs to, or the keys that it means.
-
-    first: keys that are meant rather than others.
-    """
-    name, _, value = unknown.lstrip("-").partition("=")
-    if name == "world-size":
-        return (
-            ", which belongs to --dry-run; in a run the launcher (torchrun, srun or mpirun) sets the number "
-            "of ranks"
-        )
-    keys = flatten(cls())
-    if name in keys and value:
-        return f"; to set a key write {name}={value} without dashes"
-    near = [key for key in nearest_keys(cls, parent(name), last(name), last(name)) if key in keys]
-    after = "" if value else "".join(argv[argv.index(unknown) + 1 :][:1])
-    value = value or ("VALUE" if not after or after.startswith("-") or "=" in after else after)
-    meant = [f"{key}={value}" for key in near if key in first] or [f"{key}={value}" for key in near]
-    return f"; did you mean {listed(meant, 'or')}?" if meant else ""
-
-
 def add_config(
-    parser: argparse.ArgumentParser, *, required: bool = True, about: str = "YAML file of the run"
+    parser: Parser,
+    cls: type,
+    *,
+    first: Collection[str] = (),
+    required: bool = True,
+    about: str = "YAML file of the run",
 ) -> None:
-    """Add --config, whose value becomes a list of files or None, and the overrides.
+    """Add --config, whose value becomes a list of files or None, and the overrides of keys of `cls`.
 
-    Parse with `parse_intermixed_args`, so that options may stand between the overrides.
+    Parse with `Parser.parse_run`. first: see `Parser.first`.
     """
+    parser.keys, parser.first = cls, first
     several = f"{about}; of several --config, later ones win key by key"
     parser.add_argument("--config", metavar="FILE", action="append", required=required, help=several)
     overrides = "set one key over the files, e.g. training.tp=2"

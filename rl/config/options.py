@@ -145,8 +145,11 @@ class Layer:
                 f"Section '{key}' ({self.source}) is null; give it at least one key or leave it out."
             )
         else:
+            choices = (own for own, kind in tree_keys(self.root).items() if value in get_args(kind))
+            meant = next((own for own in choices if parent(own) == key), f"{key}.KEY")
             raise ConfigError(
-                f"'{key}' ({self.source}) is a section and needs a mapping of its keys; found {found(value)}."
+                f"'{key}' ({self.source}) is a section and needs a mapping of its keys; found "
+                f"{found(value)}; did you mean {meant}={show(value)}?"
             )
 
     def assign(self, config: Any, dotted: str, value: Any = None, text: str | None = None) -> None:
@@ -168,7 +171,7 @@ class Layer:
             if not is_dataclass(annotation):
                 raise ConfigError(
                     f"'{prefix}' is {type_name(annotation)}, not a section, so '{dotted}' ({self.source}) "
-                    "does not exist."
+                    f"does not exist; set {prefix} itself."
                 )
             section = getattr(section, name)
         self.put(section, leaf, value, prefix, text)
@@ -289,6 +292,8 @@ def advice_on(value: Any, kind: Any) -> str:
         return f"; write {int(value)}."
     if kind is str and type(value) in (int, float, bool):
         return "; put it in quotes."
+    if kind in (int, float):
+        return f"; write a {'whole ' * (kind is int)}number."
     if kind is bool:
         return " (true or false)."
     if type(value) is bool and get_args(kind)[:1] + get_args(kind)[-1:] == ("none", "full"):
@@ -486,16 +491,21 @@ def read_file(path: str | PathLike) -> dict:
             text = file.read()
     except OSError as error:
         place = "" if Path(path).is_absolute() else f" (working directory {Path.cwd()})"
-        raise ConfigError(
-            f"Config file {path} cannot be read: {error.strerror}; correct the path{place}."
-        ) from error
+        own = Path(path, "config.yaml")
+        remedy = f"name {own} in it" if own.is_file() else f"correct the path{place}"
+        raise ConfigError(f"Config file {path} cannot be read: {error.strerror}; {remedy}.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"Config file {path} is not UTF-8 text (byte {error.start}).") from error
+        raise ConfigError(
+            f"Config file {path} is not UTF-8 text (byte {error.start}); save it as UTF-8."
+        ) from error
     tree = parse_yaml(text, str(path))
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: found {found(tree)}, expected a mapping of sections and keys.")
+        raise ConfigError(
+            f"{path}: found {found(tree)}, expected a mapping of sections and keys; write e.g. run: "
+            "{seed: 2}."
+        )
     return tree
 
 

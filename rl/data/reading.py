@@ -336,7 +336,9 @@ def _read_json(path: Path, names: set[str] | None, required: Columns) -> Rows:
     try:
         text = (content := path.read_bytes()).decode("utf-8-sig")
     except OSError as error:
-        raise ValueError(f"data file {path} cannot be read: {first_line(error)}") from error
+        raise ValueError(
+            f"data file {path} cannot be read: {first_line(error)}; correct the path, or copy it again."
+        ) from error
     except UnicodeDecodeError as error:
         number = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}, row {number}: not UTF-8 ({error}); convert the file to UTF-8.") from error
@@ -421,7 +423,9 @@ def _reading(path: Path, form: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the library may raise anything; the user must learn which file it was
-        raise ValueError(f"data file {path} cannot be read as {form}: {first_line(error)}") from error
+        raise ValueError(
+            f"data file {path} cannot be read as {form}: {first_line(error)}; copy it again."
+        ) from error
 
 
 def _check_columns(found: list[str], names: set[str] | None, required: Columns, place: str) -> list[str]:
@@ -431,7 +435,7 @@ def _check_columns(found: list[str], names: set[str] | None, required: Columns, 
         if name not in found:
             raise ValueError(
                 f"{place}: no column {name!r}, only {', '.join(found) or 'none'}; {remedy}, which "
-                "data.train and data.val share."
+                "data.train and data.val share (data.val=[] leaves validation out)."
             )
     own = [name for name in found if names is None or name in names]
     if len(own) > len(set(own)):

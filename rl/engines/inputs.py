@@ -162,7 +162,7 @@ class Inputs:
             needs_head = model.head == "needed"
             weights = value_weights(body, needs_head=needs_head) if model.head else file.weights(body)
         except KeyError as missing:
-            raise ValueError(f"{path}/config.json lacks the key {missing}.") from missing
+            raise ValueError(f"{path}/config.json lacks the key {missing}; copy it again.") from missing
         except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
             raise ValueError(f"{path}/config.json has values that do not fit together: {error}.") from error
         if model.name == "policy":

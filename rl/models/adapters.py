@@ -60,7 +60,7 @@ def adapters(
         if not any(_matches(name, target) for name in names):
             known = sorted({name.rpartition(".")[2] for name in names})
             raise ValueError(
-                f"adapter.targets: {target} matches no linear layer of the model; its linear layers are "
+                f"adapter.targets={target} matches no linear layer of the model; use one of "
                 f"{', '.join(known)}."
             )
     return [

@@ -138,7 +138,7 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
                 f"{path} cannot be read: it has owner={owner} and mode={mode:04o}; its owner can chmod it."
             ) from error
         except SafetensorError as error:
-            raise ValueError(f"{path} is damaged or no safetensors file: {error}.") from error
+            raise ValueError(f"{path} is damaged or no safetensors file: {error}; copy it again.") from error
     if lost := [name for name, path in places.items() if files.get(name) != path]:
         raise ValueError(
             f"{Path(directory, INDEX)} places {_few(lost)} in files that do not hold them; copy the index "
@@ -151,7 +151,10 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
         if name in files or not weight.optional
     }
     if missing := [name for name in expected if name not in files]:
-        raise ValueError(f"{directory} lacks {len(missing)} tensors of its architecture: {_few(missing)}.")
+        raise ValueError(
+            f"{directory} lacks {len(missing)} tensors of its architecture: {_few(missing)}; copy the "
+            "model again."
+        )
     for name, shape in list(expected.items()):
         if (scale := name + "_scale_inv") in files:
             expected[scale] = tuple(-(-size // FP8_BLOCK) for size in shape)
@@ -163,7 +166,8 @@ def tensor_files(directory: str, weights: list[Weight]) -> dict[str, Path]:
         if shapes[name] not in (shape, _swapped(shape) if name in of_experts else shape)
     ]:
         raise ValueError(
-            f"{directory} has {len(odd)} tensors whose shape differs from config.json: {_few(odd)}."
+            f"{directory} has {len(odd)} tensors whose shape differs from config.json: {_few(odd)}; copy "
+            "the model again."
         )
     _check_dtypes(files, {name: dtypes[name] for name in expected})
     return files | {weight.hf[0]: files[next(iter(stored_shapes(weight, files)))] for weight in parts}
@@ -264,7 +268,10 @@ def _paths(directory: Path) -> tuple[list[Path], dict[str, Path]]:
             "convert the model."
         )
     if absent := [path.name for path in paths if not path.exists()]:
-        raise ValueError(f"{directory} lacks {_few(absent)}, which {INDEX} names or a link points to.")
+        raise ValueError(
+            f"{directory} lacks {_few(absent)}, which {INDEX} names or a link points to; copy the model "
+            "again."
+        )
     return paths, places
 
 

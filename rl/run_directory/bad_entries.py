@@ -3,6 +3,7 @@
 Another user's directory, a file that a crash has cut off, or a stray file must not hide the other entries.
 """
 
+import errno
 import json
 import sys
 from collections.abc import Callable, Iterable
@@ -37,6 +38,15 @@ def read_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
 def skip(path: Path, error: BaseException) -> None:
     """Print in one line on stderr that an entry is skipped."""
     print(f"warning: {path} is skipped: {in_words(error)}", file=sys.stderr)
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return the message of an error; of a file's error the path, the reason and a remedy."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free space, or use another disk" if is_full else "correct the path, or its permissions"
+    return f"{error.filename or 'the disk'}: {error.strerror}; {remedy}."
 
 
 def in_words(error: BaseException) -> str:

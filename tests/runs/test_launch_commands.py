@@ -328,7 +328,9 @@ class TestReport:
         assert "samples_per_prompt=4" in rows[0] and "<td>0.4</td>" in rows[0]  # the best last value first
         assert page.count("<tr>") == 7 and "data:image/png;base64," in page
         launch("sweep", "report", "runs/sw", "--metric", "a/b")
-        assert "no run has the metric x" in launch("sweep", "report", "runs/sw", "--metric", "x", code=2)
+        assert "--metric=x is in the log of no run" in launch(
+            "sweep", "report", "runs/sw", "--metric", "x", code=2
+        )
 
     def test_a_sweep_without_records(self, place):
         launch("sweep", "sweep.yaml")

@@ -10,6 +10,8 @@ import pytest
 
 import lockstep
 from lockstep.commands import COMMANDS
+from rl.config.options import flatten
+from rl.config.schema import Config
 from tests.spawn import ROOT
 
 
@@ -23,15 +25,25 @@ def test_every_word_leads_to_a_module_whose_main_takes_the_arguments():
         tree = ast.parse((ROOT / f"{command.module.replace('.', '/')}.py").read_text())
         (main,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main")
         assert main.args.args and command.help[0].isupper(), words
+        assert flatten(Config()).keys() >= {*command.first}, words
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["trian"], "error: trian is no command of lockstep; did you mean train?"),
-        (["status", "nowhere"], "error: there is no directory nowhere."),
+        (["status", "nowhere"], "error: there is no directory nowhere (working directory "),
         (["samples"], "error: the following arguments are required: RUN_DIR; lockstep samples --help"),
         (["recipes", "nope"], "error: recipe=nope does not exist"),
+        (
+            ["submit", "--config", "a.yaml", "--node", "2"],
+            "error: unknown argument --node; did you mean --nodes?",
+        ),
+        (["data", "gsm8k", "--otu", "x"], "error: unknown argument --otu; did you mean --out?"),
+        (
+            ["samples", "x", "--score", "-1:0"],
+            "error: the value of --score begins with -; write --score=-1:0",
+        ),
         (["train", "--config", "configs/quickstart.yaml", "run.sed=1"], "error: Unknown key 'sed'"),
     ],
 )
@@ -66,7 +78,7 @@ def test_bash_completes_commands_and_keys():
 
 
 def test_help_of_a_word_is_a_command_or_keys():
-    assert run("--help", "plan", "refit").stdout.startswith("usage: lockstep plan refit")
+    assert run("help", "plan", "refit").stdout.startswith("usage: lockstep plan refit")
     assert "training.optimizer.clip_grad" in run("--help", "clip").stdout
     assert "checkpoint.resume=never" in run("--help", "eval").stdout
 

@@ -36,6 +36,7 @@ import pyarrow.parquet as pq  # noqa: E402
 from rl.checkpoint.directory import complete, expected_files, read_manifest  # noqa: E402
 from rl.checkpoint.shards import check_file  # noqa: E402
 from rl.config.command_line import add_config, make_parser  # noqa: E402
+from rl.config.schema import Config  # noqa: E402
 from rl.run_directory.consumed import FILE_NAME  # noqa: E402
 from tools.make_toy import make_toy  # noqa: E402
 from tools.records import comparable  # noqa: E402
@@ -273,7 +274,9 @@ def main(argv: list[str] | None = None) -> int:
     add("--ranks", type=int, default=2, help="ranks of the run")
     add("--seed", type=int, default=0, help="seed of the times and ranks of the kills")
     add("--out", required=True, help="directory for the runs and their logs; its contents are removed")
-    add_config(parser, required=False, about="YAML file of another run, deterministic and with checkpoints")
+    add_config(
+        parser, Config, required=False, about="YAML file of another run, deterministic and with checkpoints"
+    )
     args = parser.parse_intermixed_args(argv)
     out = Path(args.out).resolve()
     shutil.rmtree(out, ignore_errors=True)

@@ -18,7 +18,7 @@ def config_of(*overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["adapter.targets=[qkv_proj]"], "adapter.targets: qkv_proj matches no linear layer"),
+        (["adapter.targets=[qkv_proj]"], "adapter.targets=qkv_proj matches no linear layer"),
         (
             ["adapter.targets=[layers.0.mlp.down_proj]", "training.pp=2"],
             "gives no adapter to ranks of pipeline stage 1 .layers 1 to 1. with training.pp=2",

@@ -139,7 +139,7 @@ def test_an_empty_stop_string_is_an_error():
 def test_a_negative_stop_token_is_an_error():
     assert (
         refusal("rollout.stop_token_ids=[5, -1]")
-        == "rollout.stop_token_ids holds -1, but token ids are 0 or more."
+        == "rollout.stop_token_ids holds -1, but token ids are 0 or more; remove it."
     )
 
 
@@ -194,14 +194,14 @@ def test_checkpoints_between_validations_are_warned_of():
 
 def test_a_decay_that_rises_is_an_error():
     assert refusal("training.optimizer={lr: 1e-6, min_lr: 1e-5, schedule: linear}") == (
-        "training.optimizer.min_lr=1e-05 is above training.optimizer.lr=1e-06, from which it decays."
+        "training.optimizer.min_lr=1e-05 is above training.optimizer.lr=1e-06, from which it decays; "
+        "lower it."
     )
 
 
 @each(
     "overrides, words",
     [
-        (["rollout.samples_per_prompt=1"], ["rollout.samples_per_prompt=1", "no group", "2 or more"]),
         (
             ["run.max_steps=10", "training.optimizer.warmup_steps=10"],
             ["warmup_steps=10", "run.max_steps=10", "warm-up"],

@@ -164,7 +164,7 @@ def test_a_file_without_permission_is_named(yaml_file):
 def test_a_file_that_is_not_text_is_named(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(b"name: \xff\n")
-    assert message(load, Tree, path) == f"Config file {path} is not UTF-8 text (byte 6)."
+    assert message(load, Tree, path) == f"Config file {path} is not UTF-8 text (byte 6); save it as UTF-8."
 
 
 def test_a_control_character_is_an_error(yaml_file):
@@ -201,7 +201,10 @@ def test_a_merged_mapping_may_be_overridden(yaml_file):
 
 def test_a_file_that_holds_no_mapping_is_an_error(yaml_file):
     path = yaml_file("- 1\n")
-    assert message(load, Tree, path) == f"{path}: found [1] (list), expected a mapping of sections and keys."
+    assert (
+        message(load, Tree, path)
+        == f"{path}: found [1] (list), expected a mapping of sections and keys; write e.g. run: {{seed: 2}}."
+    )
 
 
 # Unknown keys
@@ -247,7 +250,8 @@ def test_a_key_that_is_no_string_is_an_error(yaml_file):
 
 def test_a_key_below_a_leaf_is_an_error():
     assert override_error("train.tp.x=1") == (
-        "'train.tp' is int, not a section, so 'train.tp.x' (override 'train.tp.x=1') does not exist."
+        "'train.tp' is int, not a section, so 'train.tp.x' (override 'train.tp.x=1') does not exist; "
+        "set train.tp itself."
     )
 
 
@@ -277,8 +281,8 @@ def test_only_the_first_equals_sign_separates():
 
 @pytest.mark.parametrize("value, shown", [("3", "3 (int)"), ("[1]", "[1] (list)"), ("abc", '"abc" (str)')])
 def test_a_section_needs_a_mapping(value, shown):
-    assert override_error(f"train={value}") == (
-        f"'train' (override 'train={value}') is a section and needs a mapping of its keys; found {shown}."
+    assert override_error(f"train={value}").startswith(
+        f"'train' (override 'train={value}') is a section and needs a mapping of its keys; found {shown}; "
     )
 
 
@@ -372,22 +376,22 @@ def test_a_number_in_an_untyped_dict_is_a_number(yaml_file):
 @pytest.mark.parametrize(
     "yaml, key, complaint",
     [
-        ("train: {tp: two}", "train.tp", 'found "two" (str), expected int.'),
-        ("train: {tp: '2'}", "train.tp", 'found "2" (str), expected int.'),
-        ("train: {tp: 010}", "train.tp", 'found "010" (str), expected int.'),
-        ("train: {tp: true}", "train.tp", "found true (bool), expected int."),
+        ("train: {tp: two}", "train.tp", 'found "two" (str), expected int; write a whole number.'),
+        ("train: {tp: '2'}", "train.tp", 'found "2" (str), expected int; write a whole number.'),
+        ("train: {tp: 010}", "train.tp", 'found "010" (str), expected int; write a whole number.'),
+        ("train: {tp: true}", "train.tp", "found true (bool), expected int; write a whole number."),
         ("train: {tp: 1e3}", "train.tp", "found 1000.0 (float), expected int; write 1000."),
-        ("train: {tp: 1.5}", "train.tp", "found 1.5 (float), expected int."),
+        ("train: {tp: 1.5}", "train.tp", "found 1.5 (float), expected int; write a whole number."),
         ("train: {tp: }", "train.tp", "found null, expected int; leave the key out to get its default."),
-        ("train: {tp: [1]}", "train.tp", "found [1] (list), expected int."),
-        ("train: {adam: {lr: true}}", "train.adam.lr", "found true (bool), expected float."),
-        ("train: {adam: {lr: fast}}", "train.adam.lr", 'found "fast" (str), expected float.'),
+        ("train: {tp: [1]}", "train.tp", "found [1] (list), expected int; write a whole number."),
+        ("train: {adam: {lr: true}}", "train.adam.lr", "found true (bool), expected float; write a number."),
+        ("train: {adam: {lr: fast}}", "train.adam.lr", 'found "fast" (str), expected float; write a number.'),
         (
             f"train: {{adam: {{lr: 1{'0' * 400}}}}}",
             "train.adam.lr",
-            f"found 1{'0' * 66}... (int), expected float.",
+            f"found 1{'0' * 66}... (int), expected float; write a number.",
         ),
-        ("train: {adam: {lr: 'nan'}}", "train.adam.lr", 'found "nan" (str), expected float.'),
+        ("train: {adam: {lr: 'nan'}}", "train.adam.lr", 'found "nan" (str), expected float; write a number.'),
         ("name: 42", "name", "found 42 (int), expected str; put it in quotes."),
         ("roll: {eager: 1}", "roll.eager", "found 1 (int), expected bool (true or false)."),
         ("roll: {eager: yes}", "roll.eager", 'found "yes" (str), expected bool (true or false).'),
@@ -406,8 +410,8 @@ def test_a_number_in_an_untyped_dict_is_a_number(yaml_file):
         ),
         ("roll: {kwargs: [1]}", "roll.kwargs", "found [1] (list), expected dict[str, Any]."),
         ("roll: {kwargs: {1: a}}", "roll.kwargs", "found the key 1 (int), expected keys of type str."),
-        ("roll: {weights: {a: b}}", "roll.weights.a", 'found "b" (str), expected float.'),
-        ("roll: {limit: x}", "roll.limit", 'found "x" (str), expected int or null.'),
+        ("roll: {weights: {a: b}}", "roll.weights.a", 'found "b" (str), expected float; write a number.'),
+        ("roll: {limit: x}", "roll.limit", 'found "x" (str), expected int or null; write a whole number.'),
     ],
 )
 def test_a_wrong_type_names_key_source_value_and_expectation(yaml_file, yaml, key, complaint):
@@ -533,6 +537,7 @@ def test_the_command_line_takes_overrides_in_any_place():
         (["train.tp=2"], "required: --config"),
         (["x.yaml", "train.tp=2"], "'x.yaml' is not of the form key=value; write --config x.yaml"),
         (["--config"], "expected one argument"),
+        (["--config", "-x"], "the value of --config begins with -; write --config=-x\n"),
         (["--config", "x", "train.tp"], "argument 'train.tp' is not of the form key=value"),
         (
             ["--config", "x", "--train.tp=2"],
@@ -542,7 +547,9 @@ def test_the_command_line_takes_overrides_in_any_place():
         (["--config", "x", "--tp", "2"], "unknown argument --tp; did you mean train.tp=2 or roll.tp=2?\n"),
         (["--config", "x", "--learning-rate=1"], "did you mean train.adam.lr=1?\n"),
         (["--config", "x", "--world-size", "8"], "belongs to --dry-run; in a run the launcher (torchrun"),
-        (["--conf", "x"], "required: --config"),
+        (["--conf", "x"], "unknown argument --conf; did you mean --config?\n"),
+        (["--config", "x", "--dryrun"], "unknown argument --dryrun; did you mean --dry-run?\n"),
+        (["nowhere", "train.tp=2"], "'nowhere' is neither a file nor key=value; name the run's YAML file in"),
     ],
 )
 def test_a_usage_error_exits_with_code_2(capsys, argv, complaint):
@@ -550,6 +557,25 @@ def test_a_usage_error_exits_with_code_2(capsys, argv, complaint):
         parse_command_line(Tree, argv)
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_the_directory_of_a_run_is_answered_with_the_way_to_name_it(capsys, tmp_path):
+    saved = tmp_path / "checkpoints" / "step_000004"
+    saved.mkdir(parents=True)
+    for path in (tmp_path / "config.yaml", saved / "config.yaml", saved / "checkpoint.json"):
+        path.write_text("")
+    for argv, way in (
+        ([tmp_path], f"write --config {tmp_path}/config.yaml\n"),
+        (["--config", "x", tmp_path], f"write run.dir={tmp_path}\n"),
+        ([saved], f"write --config {saved}/config.yaml checkpoint.resume={saved}\n"),
+        (["--config", "x", saved], f"write checkpoint.resume={saved}\n"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_command_line(Tree, list(map(str, argv)))
+        assert capsys.readouterr().err.endswith(way)
+    assert message(load, Tree, tmp_path) == (
+        f"Config file {tmp_path} cannot be read: Is a directory; name {tmp_path}/config.yaml in it."
+    )
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,9 @@ def test_overrides_are_what_the_program_takes():
         ({"grid": {LR: [1]}, "only": [f"{LR} > 1"]}, "leave no point"),
         ({"random": {"points": 1, "keys": {}}}, "takes points, seed and keys"),
         ({"random": {"points": 1, "seed": 0, "keys": {LR: {"log_uniform": [0, 1]}}}}, "log_uniform"),
+        ({"random": {"points": "4", "seed": 0, "keys": {}}}, "points must be a number of at least 1"),
+        ({"random": {"points": 4, "seed": 0, "keys": [LR]}}, "keys a mapping of keys to distributions"),
+        ({"seeds": 0}, "seeds of the sweep is 0, but must be a list of values or a number of at least 1"),
     ],
 )
 def test_what_is_wrong_with_a_sweep_is_said(sweep, words):

@@ -31,7 +31,7 @@ def test_tensors_are_found_in_several_files(tmp_path):
 @pytest.mark.parametrize(
     "shapes, expected, message",
     [
-        ({"a": (4, 2)}, "abc", r"lacks 2 tensors of its architecture: b, c\."),
+        ({"a": (4, 2)}, "abc", r"lacks 2 tensors of its architecture: b, c; copy"),
         ({"a": (4, 3)}, "a", r"a has \(4, 3\), not \(4, 2\)"),
         ({"a": (4, 2), "a_scale_inv": (2, 1)}, "a", r"a_scale_inv has \(2, 1\), not \(1, 1\)"),
     ],

@@ -1,5 +1,6 @@
 """Tools that read run directories, with one bad entry: it is named in a line and the rest is shown."""
 
+import errno
 import json
 import shutil
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from launch import status, sweep_report, watch
 from rl.run_directory import event_files, rollout_files
+from rl.run_directory.bad_entries import sentence_of
 from rl.run_directory.consumed import ConsumedLog
 from rl.run_directory.metric_log import MetricLog, keep_lines_up_to
 from tests.ordinary_user import as_ordinary_user
@@ -200,3 +202,14 @@ def test_the_directory_of_another_user_is_named(tmp_path):
         said = done.stdout + done.stderr
         assert "good" in said + str(list(tmp_path.glob("report.html"))) and "Traceback" not in said
         assert any("bad" in line and "Permission denied" in line for line in said.splitlines()), said
+
+
+def test_an_error_of_a_file_has_its_path_and_a_remedy(tmp_path):
+    with pytest.raises(OSError) as missing:
+        (tmp_path / "absent" / "page.html").write_text("")
+    path = tmp_path / "absent" / "page.html"
+    expected = f"{path}: No such file or directory; correct the path, or its permissions."
+    assert sentence_of(missing.value) == expected
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert sentence_of(full) == "the disk: No space left on device; free space, or use another disk."
+    assert sentence_of(ValueError("as it is")) == "as it is"
