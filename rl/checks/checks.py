@@ -139,7 +139,8 @@ class Checks:
             self.reference_of(self._policy).check(batch, batch.column("ref_logprobs"))
         else:
             if config.model.numerics == "bitwise" and batch.rollout_logprobs is not None:
-                logprobs.check_equal(batch, self._policy.version, plans)
+                replayed = config.run.rollouts if is_replay else ""
+                logprobs.check_equal(batch, self._policy.version, plans, replayed)
             found = self._against_engine(batch, plans, entropy)
         # Policy and reference are equal as long as the policy has not learned.
         if self._limit and self._policy.version == 0 and not config.rollout_correction.bypass:

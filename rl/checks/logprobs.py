@@ -131,10 +131,11 @@ def check_moved(batch: Batch) -> None:
         )
 
 
-def check_equal(batch: Batch, version: int, plans: list[MicroBatchPlan]) -> None:
+def check_equal(batch: Batch, version: int, plans: list[MicroBatchPlan], replayed: str = "") -> None:
     """Raise NumericsDiffer if a sampled token has another log-prob in the trainer than in the engine.
 
-    version: of the policy. plans: the mini-batches, from which the rank of a sample is known.
+    version: of the policy. plans: the mini-batches, from which the rank of a sample is known. replayed:
+    run.rollouts.
     """
     logprobs, engines = batch.column("old_logprobs"), batch.column("rollout_logprobs")
     differ = (logprobs != engines) & (batch.mask > 0)
@@ -143,14 +144,20 @@ def check_equal(batch: Batch, version: int, plans: list[MicroBatchPlan]) -> None
     first = int(differ.nonzero()[0])
     sample, versions = int((batch.offsets[1:] <= first).sum()), batch.weight_versions
     by_rank = [(rank, samples_of([micros])) for plan in plans for rank, micros in enumerate(plan)]
+    remedy = "Compare the libraries and processors of the ranks"
+    if replayed and version:
+        remedy = (
+            f"The weights of version {version} are those of run.rollouts={replayed} only if no key that "
+            "changes an update, such as training.optimizer.lr, differs. Compare the config.yaml of both runs"
+        )
     holder = next(rank for rank, samples in by_rank if sample in samples)
     raise NumericsDiffer(
         f"model.numerics=bitwise: {int(differ.sum())} of {int((batch.mask > 0).sum())} sampled tokens have "
         f"another log-prob in the trainer than in the engine. The first one is {token_place(batch, first)}: "
         f"{float(logprobs[first])!r} in the trainer (data parallel rank {holder}, weights of version "
         f"{version}), {float(engines[first])!r} in the engine (version "
-        f"{'unknown' if versions is None else int(versions[first])}). Compare libraries and processors of "
-        "ranks, and config.yaml with run.rollouts, or use model.numerics=fast."
+        f"{'unknown' if versions is None else int(versions[first])}). {remedy}, "
+        "or use model.numerics=fast."
     )
 
 

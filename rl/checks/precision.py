@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl.checks.batches import CheckFailed
 from rl.checks.few_samples import random_output
 from rl.data.batch import Batch
-from rl.models.boxes import whole
-from rl.models.fp8_blocks import dequantised, quantised
 from rl.runtime.collectives import gather_texts
 from rl.runtime.names import listed
 from rl.training.engine import TrainingEngine
@@ -26,8 +24,6 @@ NUM_VALUES = 4
 """Number of values that are no powers of two, below which lower bits of 0 may be chance (2^-16 each)."""
 SCORE_ERROR = 2.0**-12
 """Maximum error of a router's scores, relative to the largest. Rounding to bfloat16 gives 2^-9."""
-BLOCK, LARGEST, STEP = 128, 448.0, 2.0**-9
-"""Side of a block; largest number of float8 e4m3 and its smallest one, the distance of subnormal numbers."""
 NUM_UNEQUAL = 0.1
 """Share of the results of a norm that may differ from the rounded result of float64."""
 
@@ -113,24 +109,4 @@ def check_precision(name: str, model: TrainingEngine) -> None:
     if wrong := gather_texts(found):
         raise CheckFailed(
             f"precision check: {listed(wrong)} of the {name} must be float32, but were rounded to its dtype."
-        )
-
-
-def check_fp8_blocks() -> None:
-    """Raise CheckFailed unless factors of a random matrix are max |w| / 448 of their block in float32, and
-    each value is the nearest number of float8 (DeepSeek-V3, arXiv:2412.19437, section 3.3)."""
-    generator = torch.Generator().manual_seed(8)
-    matrix = torch.randn(2 * BLOCK, 3 * BLOCK, generator=generator) * torch.linspace(0.01, 1, 3 * BLOCK)
-    matrix = matrix.bfloat16()  # as most models are
-    values, factors = quantised(matrix)
-    matrix = matrix.double()
-    largest = matrix.unflatten(1, (3, BLOCK)).unflatten(0, (2, BLOCK)).abs().amax((1, 3))
-    of_factors = float((factors.double() * LARGEST / largest - 1).abs().max())
-    scale = (largest / LARGEST).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    error = (dequantised(values, factors, whole(matrix.shape)) - matrix).abs()
-    of_values = float((error / torch.maximum(2**-4 * matrix.abs(), STEP / 2 * scale)).max())
-    if not of_factors <= 1e-6 or not of_values <= 1 + 1e-4:
-        raise CheckFailed(
-            f"precision check: the factors of FP8 blocks differ by {of_factors:.2g} from max |w| / "
-            f"{LARGEST:g}, and values by {of_values:.3g} times the rounding of float8."
         )

@@ -92,7 +92,7 @@ class RoundingNoise:
 
     def limit(self, multiple: float = ENDED) -> float:
         """Maximum mean difference in nats; infinite before the first measurement."""
-        return multiple * self._factor * self.noise if self.noise else math.inf
+        return multiple * self._factor * self.noise if self.noise is not None else math.inf
 
 
 def _mean_doubt(batch: Batch, tokens: Tensor) -> float:

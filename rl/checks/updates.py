@@ -88,6 +88,10 @@ def check_specs(config: Config, models: Mapping[str, TrainingEngine]) -> None:
 def check_coverage(batch: Batch, plans: Sequence[MicroBatchPlan]) -> None:
     """Raise CheckFailed unless each sample of the batch is in exactly one mini-batch."""
     counts = np.bincount([sample for plan in plans for sample in samples_of(plan)], minlength=len(batch))
+    if len(counts) > len(batch):
+        raise CheckFailed(
+            f"mini-batch check: a plan has sample {len(counts) - 1}, but the batch {len(batch)}."
+        )
     wrong = (counts != 1).nonzero()[0].tolist()
     what = f"{{sample}} is in {counts[wrong[0]]} mini-batches instead of 1" if wrong else ""
     refuse("mini-batch", batch, wrong, what, "an epoch learns once from each sample")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl.checks.precision import check_fp8_blocks
+from rl.checks.fp8 import check_fp8_blocks
 from rl.models.adapters import adapters
 from rl.models.boxes import whole
 from rl.models.fp8_blocks import dequantised, quantised

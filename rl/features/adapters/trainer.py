@@ -195,11 +195,16 @@ class Adapters(TrainerPart):
                 eps += DORA_ERROR
             allowed = eps * expected.abs() + SUM_ERROR * scale * size
             if bool(((found - expected).abs() > allowed).any()):
+                if pair.magnitude is not None:
+                    error = float((found - expected).norm() / expected.norm())
+                    return (
+                        f"the values of {pair.module} for the engine differ by {error:.2g} of their size "
+                        "from W + scale * B A with DoRA's magnitudes as the lengths of its rows"
+                    )
                 times = ((found - before) * added).sum() / (scale * added.square().sum()).clamp(min=1e-30)
-                lengths = "" if pair.magnitude is None else ", with DoRA's magnitudes as the lengths of rows"
                 return (
                     f"the values of {pair.module} for the engine contain {float(times):.2f} times its "
-                    f"adapter, scale * B A with the scale {scale:g}, instead of once{lengths}"
+                    f"adapter, scale * B A with the scale {scale:g}, instead of once"
                 )
         return ""
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl.checks.precision import check_fp8_blocks
+from rl.checks.fp8 import check_fp8_blocks
 from rl.models import architecture
 from rl.models.boxes import whole
 from rl.models.fp8_blocks import dequantised, quantised, quantised_weights

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl.checks import precision
+from rl.checks import fp8
 from rl.checks.batches import (
     CheckFailed,
     check_digests,
@@ -24,8 +24,8 @@ from rl.checks.batches import (
     check_turns,
     warn_of_constant_scores,
 )
+from rl.checks.fp8 import check_fp8_blocks
 from rl.checks.objective import check_loss
-from rl.checks.precision import check_fp8_blocks
 from rl.config.agents import Agents
 from rl.config.correction import RolloutCorrection
 from rl.config.declarations import formulas, literal_dict
@@ -166,7 +166,7 @@ def test_blocks_with_coarse_factors_are_found(monkeypatch):
         values, factors = quantised(matrix)
         return values, factors.bfloat16().float()
 
-    monkeypatch.setattr(precision, "quantised", coarse)
+    monkeypatch.setattr(fp8, "quantised", coarse)
     with pytest.raises(CheckFailed, match="the factors of FP8 blocks differ by 0.00"):
         check_fp8_blocks()
 
