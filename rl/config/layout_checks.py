@@ -17,7 +17,7 @@ from rl.config.role_checks import role_ranks
 from rl.config.rollout import Rollout
 from rl.config.schema import Config, Training
 from rl.models import BITWISE, architecture
-from rl.models.by_class import MARK
+from rl.models.by_class import MARK, objection
 from rl.models.fp8_blocks import cut_blocks, quantised_weights
 from rl.models.layout import FP8_BLOCK, Weight, stage_layers
 from rl.models.rope import positions
@@ -29,7 +29,6 @@ from rl.models.sizes import (
     num_experts,
     num_kv_heads,
 )
-from rl.models.unsupported import needed
 
 
 def check_architecture(hf: dict[str, Any], path: str, supported: Collection[str]) -> None:
@@ -38,9 +37,10 @@ def check_architecture(hf: dict[str, Any], path: str, supported: Collection[str]
     if names and hf.get(MARK):
         return  # `by_class.check` follows
     if not set(names) & set(supported):
+        why = objection(hf) or "Its class trains with training.backend=transformers." if names else ""
         raise ConfigError(
-            f"The model in {path} has, by its config.json, the architecture "
-            f"{', '.join(names) or '(none)'}{needed(hf)}; supported: {listed(sorted(supported), 'and')}."
+            f"The model in {path} has, by its config.json, the architecture {', '.join(names) or '(none)'}; "
+            f"Megatron trains {listed(sorted(supported), 'and')}. {why}".rstrip()
         )
 
 

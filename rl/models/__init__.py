@@ -101,7 +101,7 @@ def check_options(hf: dict) -> None:
     try:
         file.check(hf)
     except ValueError as error:
-        if file is by_class or not by_class.is_trainable(hf):
+        if file is by_class or by_class.objection(hf):
             raise
         raise ValueError(f"{error} Or train its class: training.backend=transformers.") from error
 
@@ -115,7 +115,7 @@ def trains_class(backend: str, path: str) -> bool:
         names = set(hf.get("architectures") or ())
     except (OSError, ValueError, TypeError, AttributeError):
         return False  # the inputs say what is wrong
-    return bool(names) and names.isdisjoint(SUPPORTED) and by_class.is_trainable(hf)
+    return bool(names) and names.isdisjoint(SUPPORTED) and not by_class.objection(hf)
 
 
 def form(hf: dict) -> LayerForm:

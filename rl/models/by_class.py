@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rl.models.boxes import Box, extent, index, moved, overlap, relative, whole
@@ -46,7 +46,7 @@ LONGER_WINDOWS = ("cohere2",)
 BOUNDED_STEPS = ("nemotron_h", "zamba2")
 """Types whose states take time steps of at least time_step_min in transformers, but not in vLLM, nor in the
 models' training."""
-NOT_SUPPORTED = "not supported by training.backend=transformers"
+ACTIVATIONS = ("hidden_act", "hidden_activation")
 SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 
 
@@ -65,8 +65,12 @@ ROWS = Cut(_rows, whole_of, sharded=True)
 def described(hf: dict) -> dict:
     """Return a config with the keys that this program reads, marked for this file.
 
-    Raises ValueError if transformers has no such class.
+    Raises ValueError if transformers has no such class, or it is not a model of text.
     """
+    if "vision_config" in hf or "audio_config" in hf:
+        raise refusal(hf, "it reads images or sounds, but classes train on text alone")
+    if "num_hidden_layers" not in hf:
+        raise refusal(hf, "it has no num_hidden_layers there, which generation reads")
     config = class_config(hf)
     with _refusals():
         own = {
@@ -84,7 +88,10 @@ def class_config(hf: dict) -> "PreTrainedConfig":
 
     kind = str(hf.get("model_type"))
     if kind not in CONFIG_MAPPING:
-        raise ValueError(f"model_type={kind} in config.json is not known to transformers; update it.")
+        raise ValueError(
+            f"model_type={kind} in config.json is not known to this transformers; update transformers, or "
+            "use another model."
+        )
     added = {MARK, "as_written", *({*COMPLETED[:-1]} - {*hf.get("as_written", hf)})}
     plain = {key: value for key, value in hf.items() if key not in added}
     kind_of_config = CONFIG_MAPPING[kind]
@@ -109,7 +116,10 @@ def _refusals() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"transformers refuses config.json ({type(error).__name__}: {error}).") from error
+        raise ValueError(
+            f"transformers refuses config.json ({type(error).__name__}: {error}); correct config.json, or "
+            "use another model."
+        ) from error
 
 
 def model_class(hf: dict) -> "type[PreTrainedModel]":
@@ -119,43 +129,69 @@ def model_class(hf: dict) -> "type[PreTrainedModel]":
 
     name = hf["architectures"][0]
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        raise ValueError(
-            f"transformers {transformers.__version__} has no causal language model {name}; use a model of "
-            "its own classes (custom code of a checkpoint is not run)."
+        version = transformers.__version__
+        raise refusal(
+            hf, f"transformers {version} has no such causal language model, and runs no code of checkpoints"
         )
     return getattr(transformers, name)
 
 
-def is_trainable(hf: dict) -> bool:
-    """Return whether `check` accepts the model."""
+def refusal(hf: dict, constraint: str, tensor: str = "") -> ValueError:
+    """Return an error about a class that cannot train: a setting of config.json, the constraint, a remedy.
+
+    The setting is the class, or the one that gives the class the weight `tensor`, if there is one.
+    """
+    from rl.models import SUPPORTED
+
+    name, remedy = hf["architectures"][0], "use another model (docs/models.md)"
+    setting = f"architectures={name}"
+    if tensor and (found := _setting_of(hf, tensor)):
+        key, value, other = found
+        setting, remedy = f"{key}={json.dumps(value)}", f"use a model with {key}={json.dumps(other)}"
+    if name in SUPPORTED:
+        remedy = "use training.backend=megatron"
+    return ValueError(f"training.backend=transformers with {setting} in config.json: {constraint}; {remedy}.")
+
+
+def _setting_of(hf: dict, tensor: str) -> tuple[str, Any, Any] | None:
+    """Return the key of config.json that gives the class a weight, its value, and one that does not."""
+
+    def has(changed: dict) -> bool:
+        model = on_meta(changed)
+        return tensor in dict((*model.named_parameters(), *model.named_buffers()))
+
+    if has(hf):
+        for key, value in class_config(hf).to_dict().items():
+            other = not value if isinstance(value, bool) else "silu"
+            if isinstance(value, bool) or (key in ACTIVATIONS and value != other):
+                with suppress(ValueError):  # a value that transformers refuses
+                    if not has(hf | {key: other}):
+                        return key, value, other
+    return None
+
+
+def objection(hf: dict) -> str:
+    """Return why `check` refuses the model; "" if it does not."""
     try:
         check(described(hf))
-    except (ImportError, ValueError):
-        return False
-    return True
+    except (ImportError, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def check(hf: dict) -> None:
     """Raise ValueError for a class that the training engine cannot compute."""
-    name = hf["architectures"][0]
-    if "vision_config" in hf or "audio_config" in hf:
-        raise ValueError(f"{name} reads images or sounds; such models are {NOT_SUPPORTED}.")
-    if "num_hidden_layers" not in hf["as_written"]:
-        raise ValueError(
-            f"{name} has no num_hidden_layers in config.json, which generation reads; models that name their "
-            f"sizes otherwise are {NOT_SUPPORTED}."
-        )
     model = on_meta(hf)
     if model.get_output_embeddings() is None:
-        raise ValueError(f"{name} has no head over the vocabulary; such models are {NOT_SUPPORTED}.")
+        raise refusal(hf, "it has no head over the vocabulary")
     if scalars := [name for name, tensor in model.state_dict().items() if not tensor.dim()]:
-        raise ValueError(f"{name} has the single number {scalars[0]}; such models are {NOT_SUPPORTED}.")
+        raise refusal(hf, f"{scalars[0]} is a single number, which ranks cannot divide", scalars[0])
     places(hf)
     if moving := _rotations(model.config) & {"dynamic", "longrope"}:
         raise ValueError(
-            f"{name} rotates by rope_type={moving.pop()}, with angles that depend on the length that a "
-            "sequence has reached, so that trainer and engine would differ; use a model, or a copy of its "
-            "config.json, with rope_type default, linear, llama3 or yarn."
+            f"{hf['architectures'][0]} rotates by rope_type={moving.pop()}, with angles that depend on the "
+            "length that a sequence has reached, so that trainer and engine would differ; use a model, or a "
+            "copy of its config.json, with rope_type default, linear, llama3 or yarn."
         )
 
 
@@ -197,9 +233,10 @@ def on_meta(hf: dict) -> "PreTrainedModel":
 def _on_meta(hf: str) -> "PreTrainedModel":
     import torch
 
-    config = json.loads(hf)
+    own = json.loads(hf)
+    kind, config = model_class(own), class_config(own)
     with torch.device("meta"), _refusals():
-        return model_class(config)(class_config(config))
+        return kind(config)
 
 
 def weights(hf: dict) -> list[Weight]:
@@ -288,10 +325,7 @@ def _places(text: str) -> "dict[str, tuple[Tensor, list[FilePart]]]":
         here = torch.isin(small[owner], values).nonzero()
         box = tuple(zip(here.amin(0).tolist(), (here.amax(0) + 1).tolist(), strict=True))
         if not small[owner][index(box)].flatten().equal(values):
-            raise ValueError(
-                f"{hf['architectures'][0]} has the tensor {name} of checkpoints not as one part of {owner}; "
-                f"such models are {NOT_SUPPORTED}."
-            )
+            raise refusal(hf, f"its {owner} holds {name} of checkpoints in several parts, or reordered")
         sizes = zip(box, small[owner].shape, found[owner].shape, strict=True)
         scaled = tuple((start * size // unit, stop * size // unit) for (start, stop), unit, size in sizes)
         out[owner][1].append(FilePart(name, scaled, own.dim()))

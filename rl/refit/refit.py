@@ -15,6 +15,7 @@ values W + scale * B A travel. Adapter: the values of A and scale * B travel, an
 it.
 """
 
+import re
 import socket
 import weakref
 from collections.abc import Iterator, Mapping
@@ -46,7 +47,6 @@ from rl.training.weights import WeightMap
 
 MAX_SHOWN = 8
 """Maximum number of differing weights that a check gathers to report their first differing element."""
-NO_CLASS = "training.backend=transformers does not support this model; use another one."
 
 
 @dataclass
@@ -153,9 +153,10 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
         engine.load_weights((name, tensor + 1) for name, tensor in values.gathered(group.weights))
     except (AttributeError, KeyError, ValueError) as error:  # on every rank
         cause = str(error).partition(" The available parameters")[0].rstrip(".")
-        raise RefitMismatch(
-            f"vLLM's loader refuses the weights of this model ({type(error).__name__}: {cause}); {NO_CLASS}"
-        ) from error
+        names = re.findall(r"'([\w.]+)'", cause)[:1]  # of a weight, or of its module
+        of_it = [w.hf[0] for w in group.weights for name in names if name in w.vllm or name in w.hf[0]]
+        text = f"vLLM's loader refuses the weights ({type(error).__name__}: {cause})"
+        raise _mismatch(part, text, of_it[0] if of_it else "") from error
     last = after = sums()
     changed = set[str]()
     unknown = [weight for weight in group.weights if weight.vllm not in held]
@@ -166,7 +167,7 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
         engine.load_weights((name, tensor + 1 + (name in changed)) for name, tensor in values.gathered(layer))
         before_it, last = last, sums()
         if not any_rank(before_it != last):
-            raise RefitMismatch(f"vLLM's model computes without {weight.hf[0]}; {NO_CLASS}")
+            raise _mismatch(part, f"vLLM's model computes without {weight.hf[0]}", weight.hf[0])
     engine.load_weights(values.gathered(group.weights))
     numbers = differing(planned.equality, part.sources, part.destinations, engine.device.torch)
     found = set().union(*gather_objects(numbers))
@@ -178,10 +179,12 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
     compared = {weight.vllm for weight in planned.in_place}
     same = [name for name in before if name not in compared and before[name] == after[name]]
     if names := sorted(set().union(*gather_objects(same))):
-        raise RefitMismatch(
-            f"vLLM's loader writes {len(names)} parameters of this model, such as {names[0]}, from none of "
-            f"the trainer's weights; {NO_CLASS}"
-        )
+        text = f"vLLM's loader writes {len(names)} parameters, such as {names[0]}, from none of the trainer's"
+        raise _mismatch(part, text)
+
+
+def _mismatch(part: PlannedGroup, constraint: str, tensor: str = "") -> RefitMismatch:
+    return RefitMismatch(str(by_class.refusal(part.group.values.weight_map.hf, constraint, tensor)))
 
 
 def check_refit(

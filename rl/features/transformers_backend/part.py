@@ -15,6 +15,7 @@ from rl.faults.agreement import fail_together
 from rl.features.transformers_backend.model import ClassModel, ClassPolicy, ClassValues
 from rl.features.transformers_backend.shards import check_sums
 from rl.models import value_model
+from rl.models.by_class import refusal
 from rl.runtime.collectives import any_rank
 from rl.training.attention import PackedRow
 from rl.training.grid import Grid
@@ -64,10 +65,10 @@ class ByClass(TrainerPart):
             worst, error = _compare(model, device, share=False)
         with fail_together():
             if not worst <= LIMIT[model.config.params_dtype]:
-                raise ValueError(
-                    f"{name} of transformers has other logits in a batch than on single sequences (relative "
-                    f"difference {worst:.2g}{error}): it changes its head's logits, or mixes tokens, in a "
-                    "way that this program does not know; use another model."
+                raise refusal(
+                    model.hf,
+                    "its logits in a batch differ from its own on single sequences (relative difference "
+                    f"{worst:.2g}{error}), because it changes logits, or mixes tokens, in a way of its own",
                 )
         log.info(
             "training.backend=transformers: the model trains as its class %s; %d ranks hold each copy of its "

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import rl.training  # noqa: F401  (before megatron.core)
+from rl.models import by_class
 from rl.refit import refit
 from rl.refit.gather import RefitMismatch
+from tests.checkpoints import tiny_config
 
 PARTS = ["q_proj.weight", "k_proj.weight", "k_proj.bias"]
 
@@ -47,7 +49,11 @@ def test_a_weight_that_the_engine_leaves_out_is_found(monkeypatch, left_out):
         for part in PARTS
     ]
     engine = Engine(left_out)
-    values = SimpleNamespace(gathered=lambda own: ((weight.hf[0], torch.tensor(3.0)) for weight in own))
+    hf = by_class.described(tiny_config("Olmo2ForCausalLM").to_dict())
+    values = SimpleNamespace(
+        gathered=lambda own: ((weight.hf[0], torch.tensor(3.0)) for weight in own),
+        weight_map=SimpleNamespace(hf=hf),
+    )
     planned = SimpleNamespace(equality=None, in_place=[], is_new=True)
     group = SimpleNamespace(weights=weights, values=values, held=engine.held)
     part = SimpleNamespace(group=group, planned=planned, sources={}, destinations={})

@@ -48,6 +48,21 @@ def test_names_in_checkpoints_are_those_of_transformers():
 
 
 @pytest.mark.parametrize(
+    "family, change, tensor, words",
+    [
+        ("Cohere2", dict(attention_bias=True), "model.layers.1.self_attn.k_proj.bias", "attention_bias=true"),
+        ("Gemma2", dict(tie_word_embeddings=False), "lm_head.weight", "tie_word_embeddings=false"),
+        ("Gemma2", {}, "model.norm.weight", "architectures=Gemma2ForCausalLM"),
+    ],
+)
+def test_a_refusal_names_the_setting_that_gives_the_weight(family, change, tensor, words):
+    hf = tiny_config(f"{family}ForCausalLM", tie=True).to_dict() | change
+    text = str(by_class.refusal(by_class.described(hf), "it is lacking", tensor))
+    assert text.startswith(f"training.backend=transformers with {words} in config.json: it is lacking; use ")
+    assert ("use a model with" in text) == bool(change)
+
+
+@pytest.mark.parametrize(
     "change, words",
     [
         (dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)), "rope_type=dynamic"),
