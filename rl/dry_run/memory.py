@@ -12,7 +12,7 @@ unfused layers, and glibc keeps a share of the freed memory.
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rl.config.features import CLASS, is_on
 from rl.config.needs import needs_engine
@@ -45,7 +45,7 @@ BATCHED_TOKENS_ON_CPU = 4096
 RETAINED = 0.75
 """Freed memory that glibc can neither use for the next micro-batch nor return / activations of a micro-batch
 (0.64 to 0.84 with SmolLM2-135M): small objects are between tensors, and blocks of aligned memory do not fit
-again."""
+again. The first micro-batches of an update find none, because freed memory is returned before it."""
 HEAD_COPIES = 2
 """Number of arrays of a chunk's logits, in the weights' dtype, that coexist in rl.training.logprobs on CUDA:
 the current chunk's, and the previous chunk's, which is still referenced."""
@@ -67,6 +67,29 @@ class State:
     def total(self) -> int:
         """Bytes on the GPU, without `returned`."""
         return self.weights + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Bytes of the training passes of a model on a rank of one stage."""
+
+    kept: float
+    """Saved for the backward passes of all micro-batches in flight."""
+    retained: float
+    """Of earlier micro-batches (RETAINED)."""
+    working: float
+    """Of one layer's pass."""
+    head: float
+    """Of the head's pass, which is not at the same time."""
+
+    @property
+    def of_head(self) -> float:
+        """The head's bytes if the peak is there, else 0."""
+        return self.head if self.head > self.working else 0.0
+
+    @property
+    def peak(self) -> float:
+        return self.kept + self.retained + max(self.working, self.head)
 
 
 @dataclass(frozen=True)
@@ -256,13 +279,12 @@ def estimate_memory(
             states["mtp"] = model_state(own, layout, itemsize, head.run.optimizer)
         learning = [model for model in on_grid.values() if model.run.learns]
         # One model computes at a time, so the largest counts.
-        passes = (_activations(config, layout, model, stage, hardware, head) for model in learning)
-        work = max(passes, default=(0.0, 0.0))  # run.mode=evaluate learns nothing
-        if hardware.is_cpu:
-            # gloo reduces a copy of the gradients, while glibc keeps the memory of the activations.
-            copied = max(state.gradients for state in states.values())
-            work = ((1 + RETAINED) * work[0], max(work[1], copied))
-        stages.append(StageMemory(states, *work))
+        passes = [_activations(config, layout, model, stage, hardware, head) for model in learning]
+        work = max(passes, key=lambda own: own.peak, default=Passes(0.0, 0.0, 0.0, 0.0))  # or nothing learns
+        if hardware.is_cpu:  # gloo reduces a copy of the gradients, after the last pass
+            copied = max(state.gradients for state in states.values()) - work.kept
+            work = replace(work, head=max(work.head, copied))
+        stages.append(StageMemory(states, work.peak - work.of_head, work.of_head))
     references = [
         adapters.get(name, counts[name])[0 if layout.pp == 1 else 1]
         for name, model in on_grid.items()
@@ -373,8 +395,8 @@ def _activations(
     stage: int,
     hardware: Hardware,
     predictor: ModelShape | None,
-) -> tuple[float, float]:
-    """Return the bytes of (activations, head) of one stage at the peak of a training pass.
+) -> Passes:
+    """Return the bytes of the training passes of one stage.
 
     The peak is in the backward pass of a layer or of a head: the head for log-probs, or the policy's head for
     multi-token prediction (`predictor`), which computes after the last layer's forward pass.
@@ -433,9 +455,8 @@ def _activations(
         saved, working = found or (saved, working)
         if layout.shard > 1:  # the whole head
             head += itemsize * _head_rows(layout, model) * hidden
-    if head > working:
-        return saved * in_flight, head
-    return saved * in_flight + working, 0.0
+    retained = RETAINED * saved * in_flight * (hardware.is_cpu and number > in_flight)
+    return Passes(saved * in_flight, retained, working, head)
 
 
 def layer_elements(

@@ -20,6 +20,7 @@ from rl.dry_run.report import verdict
 from rl.models import architecture
 from rl.models.placement import RolloutPlacement
 from rl.runtime.ranks import Ranks
+from tools.dev.bench_tables.measured import COMMON, OF_MODEL
 from tools.plan import main as plan
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -122,6 +123,15 @@ class TestHost:
         memory = estimate(config, 1, Hardware(host_memory_gib=23.0, ranks_per_node=1), plan=False).memory
         peak = max(memory.peak(phase)[0] for phase in ("training", "refit", "generation")) / GIB
         assert peak == pytest.approx(measured, rel=0.1)
+
+    @pytest.mark.parametrize(
+        "measured, overrides", [(4.43, ()), (3.84, ("training.pp=2",)), (4.37, ("training.cp=2",))]
+    )
+    def test_the_first_micro_batches_find_no_freed_memory(self, tmp_path, measured, overrides):
+        """Measured on 2026-11-30 (docs/real_model.md)."""
+        config = self.config(tmp_path, SMOLLM2, *COMMON, *OF_MODEL, *overrides)
+        memory = estimate(config, 2, Hardware(host_memory_gib=23.0, ranks_per_node=2), plan=False).memory
+        assert memory.peak("training")[0] / GIB == pytest.approx(measured, rel=0.1)
 
     def test_a_warning_names_the_tokens_that_fit(self, tmp_path):
         def warning(gib, tokens, hf=SMOLLM2, longest=400):

@@ -107,7 +107,6 @@ def hardware_of(found: dict[str, float], ranks: int) -> Hardware:
         cores_per_rank=min(1.0, CORES / ranks),
         engine_step_ms=1e3 * (found["decode_1"] - reading),
         engine_sample_ms=1e3 * max(0.0, samples) / (sequences - 1),
-        process_gib=found["process"] / GIB,
         host_memory_gib=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB,
     )
 
@@ -174,7 +173,6 @@ def measure_rank(model: str, dtype: Dtype) -> dict[str, float]:
     from rl.data.batch import Batch
     from rl.dry_run.shape import models_of
     from rl.engines.engines import build_policy
-    from rl.faults.process import resident_bytes
     from rl.models import read_hf_config
     from rl.phases.policy_gradient import policy_loss
     from rl.rollout.engine import RolloutEngine
@@ -214,7 +212,6 @@ def measure_rank(model: str, dtype: Dtype) -> dict[str, float]:
 
     with session(ranks) as device:
         out["product"], out["copy"] = rates()
-        out["process"] = resident_bytes()
         grid = build_grid(tp=1, pp=1, cp=1, ep=1, etp=1, vpp=1, seed=1)
         trainer = build_policy(config, hf, grid, device)
         loss = policy_loss(config)
