@@ -60,6 +60,7 @@ AGENTS = {
     "logs": "stored_log",
     "puzzles": "integrations.reasoning_gym",
     "tasksets": "integrations.verifiers",
+    "verl": "integrations.verl",
 }
 
 PACKAGE, FOLDER = "rl.features", Path(__file__).parents[1] / "features"

@@ -4,6 +4,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,12 @@ def convert_every(checkout: Path, out: Path, *, train_rows: int, gpu_memory_gib:
 
 
 def attempt(script: Path, *, out: Path, train_rows: int, gpu_memory_gib: float) -> Conversion:
-    """Convert one script and start the dry run. script: relative to the working directory."""
+    """Convert one script and start the dry run. script: relative to the working directory.
+
+    A name such as run_96gb.sh says the memory of the script's GPUs.
+    """
+    if named := re.search(r"_(\d+)gb", script.name):
+        gpu_memory_gib = float(named[1])
     file = out / f"{'__'.join(script.with_suffix('').parts[1:])}.yaml"
     file.unlink(missing_ok=True)
     try:

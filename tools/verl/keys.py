@@ -124,9 +124,9 @@ TARGETS = {
 
 REFUSED = {
     r"^data\.(video|audio)_key$": "videos and sounds are not supported; train on text or images.",
-    r"multi_turn\.(enable|tool_config_path|interaction_config)|agent_loop_config_path": (
-        "a tool or an interaction of verl is a class that has to be written again as an environment "
-        "(docs/agents.md), named in agents.environment."
+    r"agent_loop_config_path": (
+        "an agent loop of verl has to be written again as an environment (docs/agents.md), named in "
+        "agents.environment."
     ),
     r"\bmtp\.enable": (
         "only the heads of DeepSeek-V3 and GLM-4.5 are read, with training.mtp.head_lr and "
@@ -140,11 +140,9 @@ REFUSED = {
     r"^data\.sampler\.class_path$": (
         "a sampler of verl has to be written again as a function of an epoch, named in data.curriculum."
     ),
-    r"custom_chat_template$": "write the template into the tokenizer's chat_template.jinja.",
     r"reward_manager\.module\.path$|reward_loop_module_path$": (
         "a reward manager of your own has to be written again as a reward function (docs/extending.md)."
     ),
-    r"over_sample_rate$": "a step waits for all of its samples; see rollout.carry_over.",
     r"rollout\.ignore_eos$": "a response ends at its end token; the setting must be False.",
     r"\.lora\.dropout$": "adapters have no dropout; the setting must be 0.",
     r"rollout_token_veto_threshold$": "use rollout_correction.rollout_rs=token_k1 with a bound.",
@@ -167,6 +165,8 @@ TEXT_ALONE = r"Qwen3\.[5-9]"
 """Pattern of the names of models with a vision tower and a trainable text model."""
 SEES = r"Qwen(2\.5|3)-VL"
 """Pattern of the names of models that read images."""
+RAY_TOOLS = r"\.(SearchTool|SandboxFusionTool|CustomSandboxFusionTool|ImageZoomInTool)$"
+"""Pattern of verl's classes of tools that are actors of Ray."""
 EXPERTS = r"(?i)A\d+B\b|MoE|gpt-oss|Mixtral|DeepSeek-(V[23]|R1)|Moonlight|Kimi-K2|GLM-4\.[5-7]|MiniMax-M2"
 """Pattern of the names of mixtures of experts."""
 
@@ -273,7 +273,7 @@ MISSING = {
     r"rollout_correction\.rollout_(is|rs)": "rollout_correction.bypass neither weighs nor rejects",
     r"mtp": "see training.mtp.head_lr and rollout.draft.method",
     r"sandbox_fusion": "rl.rewards.code runs programs in its own sandbox on the nodes",
-    r"over_sample_rate": "see rollout.carry_over",
+    r"over_sample_rate": "verl 0.7 and later do not read it; see rollout.carry_over",
     r"data\.(sampler|custom_cls|datagen)": "belongs to a class that is not used",
     r"distillation_loss\.(loss_max_clamp|log_prob_min_clamp)": "divergences are not clamped",
     r"gdpo_reward_keys": "gdpo reads every term that the reward function returns",

@@ -5,6 +5,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ source() { [ ! -f "$1" ] || builtin source "$@"; }
 """Definitions that a script's shell reads first, so that it works without the script's machine: its limits,
 directories and environments. A program that is not here reads its pipe to the end, so that the one before it
 is not ended."""
+NEEDED = ("actor_rollout_ref.model.path", "data.train_files")
+"""Settings without which there is no run."""
 NUMBERS = r"(?i)NUM|SIZE|NODES|GPUS|NPUS|COUNT|RANK|WORLD|STEPS|EPOCHS"
 """Pattern of the names of variables that hold numbers."""
 STARTS = r"^(verl(_\w+)?\.(trainer|experimental|launch)|[^=]*(?<![^._/])main(_|$|\.py$)[^=]*$)"
@@ -74,7 +77,15 @@ def read_settings(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any],
         return settings, []
     arguments, notes = arguments_of_script(path, overrides)
     arguments += overrides  # of a script without "$@" too
-    return settings_of(arguments, settings_of_config(arguments)), notes
+    settings = settings_of(arguments, settings_of_config(arguments))
+    if empty := [key for key in NEEDED if key in settings and settings[key] in OFF]:
+        with suppress(ValueError):  # perhaps from a variable that the script never sets
+            arguments, assumed = arguments_of_script(path, overrides, "-u")
+            found = settings_of(arguments)
+            settings |= {key: found[key] for key in empty}
+            values = [str(found[key]) for key in empty]
+            notes += [note for note in assumed if any(note.partition("=")[0] in value for value in values)]
+    return settings, notes
 
 
 def settings_of(arguments: Sequence[str], settings: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -173,16 +184,17 @@ def parse(text: str) -> Any:
     return value
 
 
-def arguments_of_script(path: Path, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def arguments_of_script(path: Path, overrides: Sequence[str], *options: str) -> tuple[list[str], list[str]]:
     """Return the arguments with which a script starts verl, and notes. Raises ValueError if it does not.
 
+    options: of bash.
     A variable that the script requires and the environment lacks gets its name as its value, or 1 if the name
     means a number, for example NUM_GPUS. A script that prints its usage gets 8 processes and a directory.
     """
     variables: dict[str, str] = {}
     positional: tuple[str, ...] = ()
     while True:
-        calls, message = run_script(path, (*positional, *overrides), variables)
+        calls, message = run_script(path, (*positional, *overrides), variables, *options)
         starts = [call for call in calls if any(re.search(STARTS, argument) for argument in call)]
         if starts:
             break
@@ -208,7 +220,7 @@ def arguments_of_script(path: Path, overrides: Sequence[str]) -> tuple[list[str]
 
 
 def run_script(
-    path: Path, arguments: Sequence[str], variables: dict[str, str]
+    path: Path, arguments: Sequence[str], variables: dict[str, str], *options: str
 ) -> tuple[list[list[str]], str]:
     """Run a script with programs that only report their arguments; return their calls and bash's output."""
     with tempfile.TemporaryDirectory() as directory:
@@ -220,7 +232,7 @@ def run_script(
             program.chmod(0o755)
         start.write_text(FORGIVING)
         done = subprocess.run(
-            ["/bin/bash", path.resolve(), *arguments],
+            ["/bin/bash", *options, path.resolve(), *arguments],
             env=os.environ | variables | {"PATH": str(programs), "BASH_ENV": str(start)},
             cwd=directory,
             capture_output=True,

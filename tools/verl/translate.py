@@ -5,6 +5,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from rl.config.wing import path_of
 from tools.verl.generation import generation, read_generation
 from tools.verl.keys import (
     BY_CLASS,
@@ -12,6 +15,7 @@ from tools.verl.keys import (
     MANAGERS,
     MODELS,
     OFF,
+    RAY_TOOLS,
     REFUSED,
     REPLAY,
     SEES,
@@ -37,7 +41,7 @@ def translate(settings: VerlSettings, train_rows: int) -> tuple[dict[str, Any], 
     refuse(settings)
     ours: dict[str, Any] = {}
     tunes = is_tuning(settings)
-    rl = (objective, data, layout, images, rollout, reward, adapter, distillation)
+    rl = (objective, data, layout, images, rollout, agents, reward, adapter, distillation)
     for part in (*((tuning_layout, images, adapter) if tunes else rl), trainer):
         ours |= part(settings, notes)
     ours |= steps(settings, notes, ours, train_rows, epochs=4 if tunes else 30)
@@ -59,10 +63,60 @@ def refuse(settings: VerlSettings) -> None:
     files = str(settings.given.get("data.train_files", ""))
     if "data.video_key" in settings.given or "video" in "/".join(files.split("/")[-2:]):
         raise ValueError(f"data.train_files={files}: videos are not supported; train on text or images.")
+    if settings.get("data.sampler.class_name") == "RandomCurriculumSampler":
+        settings.given.pop("data.sampler.class_path", None)  # of verl's tests; it shuffles
     for key, value in settings.given.items():
         if value not in OFF and (why := reason(key, REFUSED)):
             text = " ".join(str(value).split())
             raise ValueError(f"{key}={text[:80]}{'...' if len(text) > 80 else ''}: {why}")
+
+
+def agents(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
+    """Translate tools and interactions, which run as verl's own classes.
+
+    Raises ValueError for several turns without either, and for a tool that is an actor of Ray.
+    """
+    get, part = settings.get, "actor_rollout_ref.rollout.multi_turn"
+    names = {"tools": f"{part}.tool_config_path", "interactions": f"{part}.interaction_config_path"}
+    files = {name: get(key) for name, key in names.items() if get(key)}
+    enabled = get(f"{part}.enable", False)
+    if not files:
+        if enabled:
+            raise ValueError(
+                f"{part}.enable=True without tool_config_path or interaction_config_path: the turns are "
+                "a class of verl, which has to be written again as an environment (docs/agents.md)."
+            )
+        return {}
+    if "tools" in files and Path(files["tools"]).is_file():
+        for tool in yaml.safe_load(Path(files["tools"]).read_text())["tools"]:
+            if re.search(RAY_TOOLS, tool["class_name"]):
+                raise ValueError(
+                    f"{names['tools']}={files['tools']}: {tool['class_name']} is an actor of Ray, which has "
+                    "to be written again as a tool; docs/agents.md has a search and a sandbox."
+                )
+    policy, user = get(f"{part}.max_assistant_turns"), get(f"{part}.max_user_turns")
+    limits = [*([policy] if policy else []), *([user + 1] if user else [])]
+    calls, kwargs = get(f"{part}.max_parallel_calls", 1), dict(files)
+    for name, key, default in (
+        ("cut_to", "max_tool_response_length", 256),
+        ("cut", "tool_response_truncate_side", "middle"),
+    ):
+        if (value := get(f"{part}.{key}", default)) != default:
+            kwargs[name] = value
+    if "interactions" in files and calls != 1:
+        kwargs["max_calls"] = calls
+    elif "interactions" not in files:
+        notes.append(f"{part}.max_parallel_calls={calls}: all calls of a turn are made, in order.")
+    notes.append(
+        "agents.interpreter must name a Python with verl, whose classes run as they are; reward.function "
+        "judges the last answer, verl's the text of all turns."
+    )
+    kind = "ToolAgent" if "interactions" in files else "Tools"
+    return {
+        "agents.environment": f"{path_of('agents', 'verl', needed_by=names[min(files)])}:{kind}",
+        "agents.kwargs": kwargs,
+        "agents.max_turns": min(limits, default=get("data.max_response_length", 512)),
+    }
 
 
 def reads_images(settings: VerlSettings) -> bool:
@@ -139,6 +193,9 @@ def layout(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     if ours.get("training.cp", 1) > 1 and has_tower(settings):
         sharing = ours.pop("training.cp")
         notes.append(f"training.cp=1, because a rank cannot divide images (context_parallel_size={sharing}).")
+    if ours.get("training.vpp", 1) > 1 and has_tower(settings):
+        chunks = ours.pop("training.vpp")
+        notes.append(f"training.vpp=1, because chunks would wait for images (vpp={chunks}).")
     cp = ours.get("training.cp", 1)
     ours["training.micro_batch_tokens"] = (
         tokens * sharing if dynamic else ceil((sequences or 1) * longest / cp)
@@ -160,6 +217,12 @@ def model_path(settings: VerlSettings, key: str, notes: list[str]) -> str:
     """Return the model's path, or the path of its text model if the script trains only the text part of a
     model with a vision tower."""
     path = str(settings.get(key, "")).rstrip("/")
+    if settings.get("actor_rollout_ref.model.custom_chat_template"):
+        notes.append(
+            f"Copy {path} to {path}-chat, and write actor_rollout_ref.model.custom_chat_template into its "
+            "chat_template.jinja."
+        )
+        path += "-chat"
     if has_tower(settings) or not re.search(TEXT_ALONE, path):
         return path
     notes.append(

@@ -298,6 +298,51 @@ def test_what_verl_ignores_or_chooses_is_translated(tmp_path, capsys):
     assert [each["weight"] for each in geometry] == [0.9, 0.1]
 
 
+def test_tools_and_interactions_run_as_verls_classes(tmp_path, monkeypatch, capsys):
+    script, out, file = tmp_path / "run.sh", tmp_path / "ours.yaml", tmp_path / "tools.yaml"
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} {turns}.enable=True "
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B actor_rollout_ref.model.custom_chat_template={{x}} "
+        "actor_rollout_ref.rollout.over_sample_rate=0.1 data.sampler.class_name=RandomCurriculumSampler "
+        "data.sampler.class_path=pkg://tests.sampler\n"
+    )
+    file.write_text("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool, config: {type: native}}]\n")
+    options = [str(script), "--out", str(out), "--train-rows", "7473"]
+    assert from_verl.main(options) == 2
+    assert "multi_turn.enable=True without tool_config_path" in capsys.readouterr().err
+    tools = f"{turns}.tool_config_path={file}"
+    assert from_verl.main([*options, tools, f"{turns}.max_user_turns=3"]) == 0
+    config, notes = load_config(str(out)), capsys.readouterr().err
+    assert config.agents.environment == "rl.features.agents.integrations.verl:Tools"
+    assert (config.agents.kwargs, config.agents.max_turns) == ({"tools": str(file)}, 4)
+    assert config.model.path == "Qwen/Qwen2.5-3B-chat" and "Copy Qwen/Qwen2.5-3B to" in notes
+    assert "over_sample_rate=0.1: verl 0.7 and later do not read it" in notes
+    more = f"{turns}.interaction_config_path=i.yaml", f"{turns}.max_tool_response_length=99"
+    assert from_verl.main([*options, tools, *more, f"{turns}.max_parallel_calls=2"]) == 0
+    config = load_config(str(out))
+    assert config.agents.environment.endswith(":ToolAgent") and config.agents.max_turns == 512
+    expected = {"tools": str(file), "interactions": "i.yaml", "cut_to": 99, "max_calls": 2}
+    assert config.agents.kwargs == expected
+    file.write_text("tools: [{class_name: verl.tools.search_tool.SearchTool}]\n")
+    capsys.readouterr()
+    assert from_verl.main([*options, tools]) == 2
+    assert "SearchTool is an actor of Ray" in capsys.readouterr().err
+
+
+def test_a_path_from_a_variable_that_is_never_set_has_its_name(tmp_path, capsys):
+    script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    script.write_text(
+        "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$train_path "
+        "trainer.experiment_name=a$never actor_rollout_ref.model.path=Qwen/Qwen2.5-3B "
+        "data.train_batch_size=256"
+    )
+    assert from_verl.main([str(script), "--out", str(out), "--train-rows", "512"]) == 0
+    config, notes = load_config(str(out)), capsys.readouterr().err
+    assert config.data.train == ["train_path"] and "train_path=train_path was assumed" in notes
+    assert config.run.name == "a" and "never=" not in notes
+
+
 def test_a_layout_that_does_not_fit_is_changed(tmp_path, capsys):
     script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
     script.write_text(
@@ -321,6 +366,7 @@ def test_every_script_of_a_checkout_is_counted(tmp_path, capsys):
     scripts = {
         "fits": f"{start} actor_rollout_ref.model.path=Qwen/Qwen3-8B trainer.nnodes=2",
         "large": f"{start} {large}Qwen2.5-72B-Instruct trainer.nnodes=1 trainer.n_gpus_per_node=8",
+        "large_999gb": f"{start} {large}Qwen2.5-72B-Instruct trainer.nnodes=1 trainer.n_gpus_per_node=8",
         "mine": f"{start} actor_rollout_ref.model.path=mine",
         "echo": "echo hello",
     }
@@ -330,10 +376,9 @@ def test_every_script_of_a_checkout_is_counted(tmp_path, capsys):
     assert from_verl.main(["--all", str(tmp_path), "--out", str(out), "--train-rows", "640"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "did not start verl's trainer" in lines[0] and lines[1] == "examples/grpo/fits.sh: 16 GPUs"
-    assert "more than the 80 GiB of a GPU" in lines[2] and "model.path=mine has no config.json" in lines[3]
-    assert lines[4].startswith("1 of 4 scripts") and [file.name for file in out.iterdir()] == [
-        "grpo__fits.yaml"
-    ]
+    assert "more than the 80 GiB of a GPU" in lines[2] and lines[3].endswith("large_999gb.sh: 8 GPUs")
+    assert "model.path=mine has no config.json" in lines[4] and lines[5].startswith("2 of 5 scripts")
+    assert {file.name for file in out.iterdir()} == {"grpo__fits.yaml", "grpo__large_999gb.yaml"}
     assert from_verl.main(["--all", str(out)]) == 2
 
 
