@@ -75,6 +75,8 @@ def curves_of(records: dict[Path, list[dict]], metric: str) -> tuple[str, dict[P
         name, curves = REWARD, {path: reward_points(some) for path, some in records.items()}
     curves = {path: points for path, points in curves.items() if points}
     if not curves:
+        if not metric:
+            raise ConfigError("the runs have logged neither accuracy nor rewards yet; name another --metric")
         known = {each for some in records.values() for record in some for each in record}
         raise ConfigError(f"--metric={name} is in the log of no run{did_you_mean(name, known)}")
     return name, curves

@@ -302,7 +302,8 @@ class CheckpointStore:
             problem = self._damage(start)
             if problem is not None:
                 raise ConfigError(
-                    f"{path} cannot be loaded: {problem}; remove it, or name another in checkpoint.resume."
+                    f"{path} cannot be loaded: {problem}; copy it again, or name another in "
+                    "checkpoint.resume."
                 )
             return Saved(_read_on_rank_0(lambda: on_disk.read_manifest(start))["step"], start)
         saved = self._newest_in(start / "checkpoints")

@@ -12,6 +12,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ class Parser(argparse.ArgumentParser):
         words = itertools.takewhile("--".__ne__, argv) if is_whole else ()
         for before, word in itertools.pairwise(["", *words]):
             owner = self._option_string_actions.get(before)
+            if " " in word:  # no option, as for argparse
+                continue
             if owner is not None and owner.nargs is None:  # takes a value
                 if re.match(r"-[^-]", word) and not re.fullmatch(r"-\d*\.?\d+", word):
                     self.error(f"the value of {before} begins with -; write {before}={word}")
@@ -56,8 +59,10 @@ class Parser(argparse.ArgumentParser):
     def parse_run(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parse arguments after `add_config`. A word without "=" is refused with the way to name it."""
         has_config = any(word.startswith("--config") for word in argv)
-        for word in () if has_config else argv:
-            if not word.startswith("-") and (way := way_to_name(word, has_config=False)):
+        for before, word in () if has_config else itertools.pairwise(["", *argv]):
+            owner = self._option_string_actions.get(before)
+            is_value = owner is not None and owner.nargs != 0
+            if not word.startswith("-") and not is_value and (way := way_to_name(word, has_config=False)):
                 self.error(way)
         if not has_config and argv and not argv[0].startswith("-") and "=" not in argv[0]:
             self.error(f"'{argv[0]}' is neither a file nor key=value; name the run's YAML file in --config")
@@ -99,8 +104,14 @@ def way_to_name(word: str, *, has_config: bool) -> str:
     path = Path(word)
     if path.suffix in (".yaml", ".yml") and "=" not in word:
         return f"'{word}' is not of the form key=value; write --config {word}"
-    if not (path / "config.yaml").is_file():
-        return ""
+    with suppress(OSError):  # a word that cannot be a file's name, or a directory that may not be entered
+        if "=" not in word and (path / "config.yaml").is_file():
+            return _way_to_run(path, word, has_config)
+    return ""
+
+
+def _way_to_run(path: Path, word: str, has_config: bool) -> str:
+    """Return how to name a directory with a config.yaml: a checkpoint's, or a run's."""
     own = "" if has_config else f"--config {path / 'config.yaml'}"
     if (path / "checkpoint.json").is_file():
         return f"'{word}' is a checkpoint, not key=value; write {own} checkpoint.resume={word}".replace(

@@ -84,12 +84,14 @@ def check_groups(config: Config) -> None:
     needs = algorithm_of(config).needs if estimator is None else estimator.needs
     compares = "groups" in needs and (estimator is not None or "preference" in needs)
     is_alone = compares and config.rollout.samples_per_prompt == 1
-    if is_alone and config.run.mode in ("train", "check", "train_only") and not teacher:
+    other_terms = config.objective.kl_coef or config.objective.entropy_coef or teacher
+    if is_alone and config.run.mode in ("train", "check", "train_only") and not other_terms:
         own = config.objective.advantage
         setting = f"algorithm={config.algorithm}" if estimator is None else f"objective.advantage={own}"
         raise ConfigError(
             f"rollout.samples_per_prompt=1 leaves {setting} no other sample of the prompt to compare with, "
-            "so nothing is learned; use 2 or more, or algorithm=reinforce_pp, which compares the batch."
+            "so nothing is learned; use 2 or more, or compare the batch (algorithm=reinforce_pp, or "
+            "objective.advantage=reinforce++)."
         )
 
 

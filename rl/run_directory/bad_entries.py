@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+FULL = errno.ENOSPC, errno.EDQUOT
+OF_PATHS = errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS
+"""Numbers of the errors of a full disk, and of a wrong path."""
 
 
 def read_each(paths: Iterable[Path], read: Callable[[Path], T]) -> dict[Path, T]:
@@ -41,12 +44,12 @@ def skip(path: Path, error: BaseException) -> None:
 
 
 def sentence_of(error: BaseException) -> str:
-    """Return the message of an error; of a file's error the path, the reason and a remedy."""
-    if not isinstance(error, OSError) or not error.strerror:
-        return str(error)
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    remedy = "free space, or use another disk" if is_full else "correct the path, or its permissions"
-    return f"{error.filename or 'the disk'}: {error.strerror}; {remedy}."
+    """Return the message of an error; of a wrong path or a full disk the path, the reason and a remedy."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return f"{error.filename or 'the disk'}: {error.strerror}; free space, or use another disk."
+    if isinstance(error, OSError) and error.errno in OF_PATHS and error.filename:
+        return f"{error.filename}: {error.strerror}; correct the path, or its permissions."
+    return str(error)
 
 
 def in_words(error: BaseException) -> str:

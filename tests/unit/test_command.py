@@ -13,6 +13,7 @@ from lockstep.commands import COMMANDS
 from rl.config.options import flatten
 from rl.config.schema import Config
 from tests.spawn import ROOT
+from tools import doctor
 
 
 def run(*arguments, python=(sys.executable,)):
@@ -109,3 +110,8 @@ def test_tools_take_several_files(tool, tmp_path):
 def test_training_refuses_an_invalid_configuration_with_its_sentence():
     with pytest.raises(ValueError, match="Unknown key 'sed'"):
         lockstep.train(ROOT / "configs" / "quickstart.yaml", {"run.sed": 1})
+
+
+def test_a_command_as_the_value_of_an_option_is_no_file():
+    command = "lockstep train --config my.yaml"
+    assert doctor.parse(["--opened", command]).opened == command

@@ -27,6 +27,13 @@ def objective(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate the algorithm, its loss and its KL terms."""
     get, actor = settings.get, "actor_rollout_ref.actor"
     algorithm, advantage = pick(settings, "algorithm.adv_estimator", "gae", ALGORITHMS)
+    is_alone = get("actor_rollout_ref.rollout.n", 1) == 1 and not get("distillation.enabled", False)
+    if is_alone and (algorithm, advantage) == ("grpo", None):
+        algorithm = "reinforce_pp"
+        notes.append(
+            "algorithm=reinforce_pp, because with actor_rollout_ref.rollout.n=1 verl's grpo takes the raw "
+            "score as the advantage; reinforce_pp subtracts the mean of the batch."
+        )
     loss_mode = str(get(f"{actor}.policy_loss.loss_mode", "vanilla"))
     loss = pick(settings, f"{actor}.policy_loss.loss_mode", "vanilla", LOSSES)
     aggregation = pick(settings, f"{actor}.loss_agg_mode", "token-mean", AGGREGATIONS)

@@ -245,6 +245,7 @@ def test_one_sample_per_prompt_is_enough_without_groups():
     for learns in (
         ["run.mode=rollout_only", "logging.rollouts=all"],
         ["teacher.advantage_coef=1", "teacher.path=t"],
+        ["objective.kl_coef=0.1"],
     ):
         assert check(config_with("rollout.samples_per_prompt=1", *learns)) == []
     assert check(config_with("algorithm=reinforce_pp", "rollout.samples_per_prompt=1")) == []

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from rl.config.command_line import CommandLine, help_text, parse_command_line, tree_docs
+from rl.config.command_line import CommandLine, help_text, parse_command_line, tree_docs, way_to_name
 from rl.config.options import ConfigError, build, flatten, load, read, to_yaml
 
 
@@ -573,6 +573,11 @@ def test_the_directory_of_a_run_is_answered_with_the_way_to_name_it(capsys, tmp_
         with pytest.raises(SystemExit):
             parse_command_line(Tree, list(map(str, argv)))
         assert capsys.readouterr().err.endswith(way)
+    assert (
+        way_to_name("run.name=" + 300 * "x", has_config=False)
+        == way_to_name(300 * "x", has_config=True)
+        == ""
+    )
     assert message(load, Tree, tmp_path) == (
         f"Config file {tmp_path} cannot be read: Is a directory; name {tmp_path}/config.yaml in it."
     )

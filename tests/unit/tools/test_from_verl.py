@@ -495,6 +495,14 @@ def test_recomputation_chunks_and_offload_of_megatron(tmp_path, capsys):
     assert "fine_grained_activation_offloading=True: activations stay on the GPU" in lines
 
 
+def test_grpo_of_one_sample_per_prompt_becomes_reinforce_pp(tmp_path, capsys):
+    script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    script.write_text(f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA}\n")
+    assert from_verl.main([str(script), "--out", str(out)]) == 0
+    assert "rollout.n=1 verl's grpo takes the raw score" in capsys.readouterr().err
+    assert load_config(str(out)).algorithm == "reinforce_pp"
+
+
 @pytest.mark.parametrize("model", ["Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B-Instruct"])
 def test_models_with_gated_delta_nets_fit(tmp_path, capsys, model):
     script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
