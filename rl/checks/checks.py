@@ -56,8 +56,8 @@ class Checks:
         """Maximum mean difference to the engine, relative to the size of log-probs. 0: not compared."""
         is_measured = slack > 0 and weights.dtype is torch.bfloat16 and config.model.numerics != "bitwise"
         is_measured &= config.training.router_replay != "engine"  # its own check names the layer
-        multiple = policy.grid.micro_batch_multiple
-        self.noise = RoundingNoise(multiple, slack * coarser) if is_measured else None
+        factor = slack * coarser
+        self.noise = RoundingNoise(policy.grid.micro_batch_multiple, factor) if is_measured else None
         self.start: StartState | None = None
         """State at the start of the run; None if the run keeps no checkpoints."""
         self.everything: Batch | None = None
