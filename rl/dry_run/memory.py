@@ -281,8 +281,9 @@ def estimate_memory(
         # One model computes at a time, so the largest counts.
         passes = [_activations(config, layout, model, stage, hardware, head) for model in learning]
         work = max(passes, key=lambda own: own.peak, default=Passes(0.0, 0.0, 0.0, 0.0))  # or nothing learns
-        if hardware.is_cpu:  # gloo reduces a copy of the gradients, after the last pass
-            copied = max(state.gradients for state in states.values()) - work.kept
+        if hardware.is_cpu:  # gloo reduces a copy of the gradients when the last pass has freed its memory
+            freed = work.kept - max(0.0, RETAINED * work.kept - work.retained)
+            copied = max(state.gradients for state in states.values()) - freed
             work = replace(work, head=max(work.head, copied))
         stages.append(StageMemory(states, work.peak - work.of_head, work.of_head))
     references = [
