@@ -303,6 +303,7 @@ def test_tools_and_interactions_run_as_verls_classes(tmp_path, monkeypatch, caps
     turns = "actor_rollout_ref.rollout.multi_turn"
     script.write_text(
         f"python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {DATA} {turns}.enable=True "
+        "actor_rollout_ref.rollout.n=4 "
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B actor_rollout_ref.model.custom_chat_template={{x}} "
         "actor_rollout_ref.rollout.over_sample_rate=0.1 data.sampler.class_name=RandomCurriculumSampler "
         "data.sampler.class_path=pkg://tests.sampler\n"
@@ -335,7 +336,7 @@ def test_a_path_from_a_variable_that_is_never_set_has_its_name(tmp_path, capsys)
     script.write_text(
         "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$train_path "
         "trainer.experiment_name=a$never actor_rollout_ref.model.path=Qwen/Qwen2.5-3B "
-        "data.train_batch_size=256"
+        "data.train_batch_size=256 actor_rollout_ref.rollout.n=4"
     )
     assert from_verl.main([str(script), "--out", str(out), "--train-rows", "512"]) == 0
     config, notes = load_config(str(out)), capsys.readouterr().err
