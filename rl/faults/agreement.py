@@ -23,7 +23,7 @@ from rl.config.schema import Config
 from rl.faults.fault_board import Disagreement, FailedElsewhere
 from rl.faults.phase_tracker import PHASES, PhaseEntry
 from rl.runtime.checksum import bit_sum
-from rl.runtime.collectives import any_rank, gather_objects
+from rl.runtime.collectives import any_rank, gather_objects, hash63, is_same_on_all_ranks
 from rl.runtime.names import listed
 
 
@@ -73,10 +73,7 @@ def agree_on_table(mine: Mapping[str, str], reason: str) -> None:
     The message names the first key that differs and its ranks. It ends with `reason`, which describes what
     these ranks did, for example "run different programs".
     """
-    digest = _hash63(repr(sorted(mine.items())))
-    extremes = torch.tensor([digest, -digest])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    if extremes[0] == -extremes[1]:
+    if is_same_on_all_ranks(repr(sorted(mine.items()))):
         return
     tables = gather_objects(dict(mine))
     for key in sorted(set().union(*tables)):
@@ -113,7 +110,7 @@ class PhaseAgreement:
         self._config, self._group = config, group
         ranks = torch.arange(dist.get_world_size())
         self._leaders = (ranks - ranks % replica_size).numpy()
-        self._code = _hash63(code)
+        self._code = hash63(code)
         self._config_hash = 0
         self._waited_us = 0
         self.late_s = np.zeros(dist.get_world_size())
@@ -127,7 +124,7 @@ class PhaseAgreement:
     def begin_step(self) -> None:
         """Hash the configuration for the comparisons of this step, and set `late_s` to 0."""
         self.late_s[:] = 0.0
-        self._config_hash = _hash63(repr(self._config))
+        self._config_hash = hash63(repr(self._config))
 
     def check(
         self, entry: PhaseEntry, batch: Mapping[str, int], events: int, memory: Sequence[int]
@@ -140,7 +137,7 @@ class PhaseAgreement:
         Raises Disagreement on every rank; it names the field and the ranks.
         """
         phase = PHASES.index(entry.phase)
-        content = _hash63(repr(sorted(batch.items())))
+        content = hash63(repr(sorted(batch.items())))
         row = (phase, entry.step, entry.number, self._config_hash, self._code, content, events)
         self._own.copy_(torch.tensor((*row, *memory, self._waited_us), dtype=torch.int64))
         began = time.perf_counter()
@@ -174,11 +171,6 @@ class PhaseAgreement:
         if field not in FIELDS[:3]:
             shown = [f"{value:x}" for value in values]
         return name_odd_ranks(shown, gather_objects(platform.node(), self._group))
-
-
-def _hash63(text: str) -> int:
-    """Return 63 bits of a hash of the text, which fit into an int64."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def _usual(values: Sequence[Hashable]) -> Any:

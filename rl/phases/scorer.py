@@ -32,7 +32,7 @@ from rl.rollout.engine import RolloutEngine
 from rl.rollout.exchange import exchange
 from rl.rollout.sampling import Sampling, seed_of
 from rl.runtime import tracing
-from rl.runtime.collectives import gather_objects, sum_over_world
+from rl.runtime.collectives import gather_objects, is_same_on_all_ranks, sum_over_world
 from rl.runtime.device import Device
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import plan_minibatch
@@ -277,8 +277,9 @@ def gather_columns(
 
     An element is NaN where a sample lacks a number. mine: the samples of this rank's results.
     """
-    everyone = gather_objects(sorted({name for result in results for name in result}))
-    names = sorted({name for rank_names in everyone for name in rank_names})
+    names = sorted({name for result in results for name in result})
+    if not is_same_on_all_ranks(repr(names)):
+        names = sorted(set().union(*gather_objects(names)))
     table = torch.zeros(len(names), total, dtype=torch.float64)
     rows = [[result.get(name, math.nan) for result in results] for name in names]
     table[:, mine] = torch.tensor(rows, dtype=torch.float64).view(len(names), len(mine))

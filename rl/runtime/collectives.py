@@ -10,6 +10,7 @@ The collectives of each group:
 docs/architecture.md lists the collectives of one step, with sizes.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -44,6 +45,19 @@ def gather_objects(
         decode(content[:size].cpu().numpy().tobytes(), *types)
         for content, size in zip(contents, sizes.tolist())
     ]
+
+
+def is_same_on_all_ranks(text: str) -> bool:
+    """Return whether a text is identical on all ranks, by an all-reduce of 16 bytes. Collective over the
+    world."""
+    extremes = torch.tensor([hash63(text), -hash63(text)])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return bool(extremes[0] == -extremes[1])
+
+
+def hash63(text: str) -> int:
+    """Return 63 bits of a hash of the text, which fit into an int64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def gather_texts(own: Iterable[str]) -> list[str]:

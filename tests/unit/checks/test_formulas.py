@@ -190,6 +190,7 @@ def three_samples() -> Batch:
 
 def test_an_output_that_only_a_check_reads_is_computed_in_few_updates(monkeypatch):
     monkeypatch.setattr(updates, "gather_objects", lambda own: [own])
+    monkeypatch.setattr(updates, "any_rank", bool)
     model, batch = SimpleNamespace(spec=SimpleNamespace(has_values=False), num_updates=0), three_samples()
     batch.extra["selected_tokens"] = torch.zeros(60)
     config = config_with("objective.top_entropy=0.3", "algorithm=grpo")
@@ -204,6 +205,7 @@ def test_an_output_that_only_a_check_reads_is_computed_in_few_updates(monkeypatc
 
 def test_an_estimate_of_a_small_divergence_is_compared_in_its_own_size(monkeypatch):
     monkeypatch.setattr(updates, "gather_objects", lambda own: [own])
+    monkeypatch.setattr(updates, "any_rank", bool)
     batch = three_samples()
     batch.ref_logprobs = torch.zeros(60)
     logprobs = 1e-9 * torch.arange(60)
