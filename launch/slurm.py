@@ -8,11 +8,15 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 
 TIMEOUT_S = 60
 OWN_VARIABLES = ("SLURM_", "SQUEUE_", "SINFO_", "SCANCEL_")
 """Beginnings of variables that are not passed on: a job that is submitted inside a job would inherit those of
 the present one, and SQUEUE_STATES, for example, hides jobs."""
+GIVEN = "LOCKSTEP_GIVEN"
+"""Variable with the path of the environment that the present job was given, in the form of /proc/PID/environ.
+sbatch passes this environment on, without what site.sh, stage.sh and job.sh set for this node."""
 
 
 class SlurmError(ValueError):
@@ -31,16 +35,13 @@ def available() -> bool:
 def run(*command: str, given: str | None = None) -> str:
     """Return the output of a command. Raises SlurmError if it is missing, fails or does not answer.
 
-    given: standard input of the command.
+    given: standard input of the command. Times that squeue prints are UTC.
     """
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(OWN_VARIABLES) or name == "SLURM_CONF"
-    }
+    environment = _environment(command[0])
     options: dict = dict(env=environment, input=given, capture_output=True, text=True, errors="replace")
+    words = [shutil.which(command[0]) or command[0], *command[1:]]
     try:
-        done = subprocess.run(command, timeout=TIMEOUT_S, **options)
+        done = subprocess.run(words, timeout=TIMEOUT_S, **options)
     except FileNotFoundError:
         raise SlurmError(
             f"{command[0]} is not on this machine; submit from a login node of the cluster, or use --dry-run."
@@ -51,6 +52,16 @@ def run(*command: str, given: str | None = None) -> str:
         reason = "; ".join((done.stderr.strip() or done.stdout.strip()).splitlines())
         raise SlurmError(f"{' '.join(command)} failed: {reason}")
     return done.stdout
+
+
+def _environment(command: str) -> dict[str, str]:
+    """Return the environment of a command. Local times would be ambiguous when summer time ends."""
+    found = dict(os.environ)
+    if command == "sbatch" and GIVEN in found:
+        lines = os.fsdecode(Path(found[GIVEN]).read_bytes()).split("\0")
+        found = dict(line.split("=", 1) for line in lines if "=" in line)
+    kept = {k: v for k, v in found.items() if not k.startswith(OWN_VARIABLES) or k == "SLURM_CONF"}
+    return kept | ({"TZ": "UTC"} if command == "squeue" else {})
 
 
 def table(columns: int, *command: str) -> list[list[str]]:

@@ -5,6 +5,15 @@
 
 say() { echo "job $job_id: $*"; }
 
+# Run a command that submits a job with the environment that this job was given: what site.sh, stage.sh, job.sh and nodes.sh set
+# belongs to this job and its nodes, such as MASTER_ADDR.
+as_given() {
+    local given
+    mapfile -d '' -t given </proc/$$/environ
+    # shellcheck disable=SC2016 # env would take a path with = for a variable
+    env -i "${given[@]}" bash -c 'exec "$@"' as_given "$(type -P "$1")" "${@:2}"
+}
+
 # Set the array overrides to the words of text $1. Quotes and backslashes work as in a shell; no other character is special.
 # shellcheck disable=SC2034 # read by the batch files
 split() {

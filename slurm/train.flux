@@ -25,7 +25,7 @@ on_nodes() {
         bash -c 'NODE_RANK=$FLUX_TASK_RANK exec "$@"' node "$@"
 }
 
-again() { flux --parent batch --job-name="$job_name" --nodes="${#hosts[@]}" "$0" "${arguments[@]}"; }
+again() { as_given flux --parent batch --job-name="$job_name" --nodes="${#hosts[@]}" "$0" "${arguments[@]}"; }
 
 arguments=("$@")
 train "$@"

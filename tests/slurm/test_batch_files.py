@@ -118,7 +118,8 @@ def test_a_batch_file_asks_for_what_its_run_needs(path):
     # To the ranks, hence without B:
     assert any(re.fullmatch(r"--signal=USR2@\d+", option) for option in header)
     assert any(option.startswith("--time=") for option in header)
-    assert not re.search(r"--(account|partition|qos|constraint|reservation)", text), "a site's constant"
+    of_sites = re.compile("--(account|partition|qos|constraint|reservation)")
+    assert not any(map(of_sites.match, header)), "a site's constant"
     for config in re.findall(r"configs/(\S+?\.yaml)\b", text):
         if config != "my.yaml":
             load_config(str(ROOT / "configs" / config))
@@ -146,18 +147,21 @@ def test_words_that_set_no_key_are_further_config_files(site, file, first):
 
 
 def test_an_agent_per_node_starts_the_ranks_of_an_elastic_run(site):
+    (site / "root" / "slurm" / "site.sh").write_text("export MASTER_ADDR=n1-ib0\n")
     job = Job(site, "elastic", "my.yaml", "run.elastic.min_nodes=1", SLURM_JOB_PARTITION="gpu")
     options = "--no-kill --kill-on-bad-exit=0 --nodes=2 --ntasks=2 --gpus-per-node=8 --gpu-bind=none"
     assert job.code == 0 and set(options.split()) <= set(job.options)
     logs, words = f"--logs {site}/work/elastic-4711.ranks", "--config my.yaml run.elastic.min_nodes=1"
     command = f"agent python -m launch.elastic --ranks 8 {logs} {words}"
     assert job.command[3:] == command.split()
-    assert job.env["SRUN_CPUS_PER_TASK"] == "64" and job.env["SBATCH_PARTITION"] == "gpu"
+    assert job.env["SRUN_CPUS_PER_TASK"] == "64" and job.env["MASTER_ADDR"] == "n1-ib0"
     join = job.env["LOCKSTEP_JOIN"].split()
-    assert {"--no-requeue", "--job-name=elastic-join", "--gpus-per-node=8", "--ntasks-per-node=8"} <= set(
-        join
-    )
-    assert join[-2:] == words.split()[1:]
+    own = "--no-requeue --job-name=elastic-join --gpus-per-node=8 --ntasks-per-node=8 --partition=gpu"
+    assert set(own.split()) <= set(join) and join[-2:] == words.split()[1:]
+    given = site / "work" / "elastic-4711.ranks" / "given"  # the environment of the job that brings nodes
+    names = {line.partition("=")[0] for line in given.read_text().split("\0")}
+    assert {"PATH", "LOCKSTEP_ROOT"} <= names and not {"MASTER_ADDR", "LOCKSTEP_CACHE"} & names
+    assert given.stat().st_mode & 0o77 == 0
 
 
 @pytest.mark.parametrize("nodes, gpus", [(64, 8), (128, 4), (1, 1)])

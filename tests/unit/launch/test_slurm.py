@@ -46,6 +46,19 @@ def test_a_command_that_hangs_gives_no_answer(play, monkeypatch):
         slurm.run("squeue")
 
 
+def test_a_job_inherits_what_the_job_that_submits_it_was_given(play, monkeypatch, tmp_path):
+    """And not what site.sh sets for its node; sbatch itself may be in a directory that site.sh adds."""
+    (tmp_path / "given").write_bytes(b"PATH=/usr/bin\0TOKEN=a=b\nc\0SLURM_JOB_ID=7\0")
+    monkeypatch.setenv(slurm.GIVEN, str(tmp_path / "given"))
+    monkeypatch.setenv("MASTER_ADDR", "n1-ib0")
+    play("sbatch", f"env >{tmp_path}/passed; echo 17")
+    assert slurm.submit("job.sbatch") == "17"
+    passed = (tmp_path / "passed").read_text()
+    assert "TOKEN=a=b\nc\n" in passed and "MASTER_ADDR" not in passed and "SLURM_JOB_ID" not in passed
+    play("squeue", "echo $MASTER_ADDR $TZ")
+    assert slurm.run("squeue") == "n1-ib0 UTC\n"
+
+
 def test_variables_that_hide_jobs_do_not_reach_slurm(play, monkeypatch):
     for name in ("SQUEUE_STATES", "SINFO_PARTITION", "SLURM_TIME_FORMAT", "SLURM_CONF"):
         monkeypatch.setenv(name, "x")
