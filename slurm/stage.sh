@@ -10,9 +10,9 @@
 #   LOCKSTEP_NODE_DISK        directory of each node; default /tmp; /dev/shm is the node's memory
 #
 # An archive is named after a hash of its directory's names, sizes and times, so it is built once. A node that has a copy keeps it.
-# Archives and copies that no job has used for two weeks are removed. What cannot be copied, for example to a full disk, the ranks
-# read where it is. Symbolic links are followed, for example those of a snapshot of Hugging Face's to its files outside, but kept
-# in an environment.
+# Archives and copies that no job has used for two weeks are removed, and after a day what a killed job left. What cannot be
+# copied, for example to a full disk, the ranks read where it is. Symbolic links are followed, for example those of a snapshot of
+# Hugging Face's to its files outside, but kept in an environment.
 
 archives=${LOCKSTEP_STAGE_ARCHIVES:-$HOME/.cache/lockstep/stage}
 node_copies=${LOCKSTEP_NODE_DISK:-/tmp}/lockstep-stage-$(id -u)
@@ -21,7 +21,7 @@ on_nodes=(srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --
 # archive. A copy is whole if nothing has removed a part of it, such as a cleaner of /tmp. Another job may unpack the same copy.
 # shellcheck disable=SC2016 # expanded on each node
 prepare='mkdir -p -m 700 "$1" && [ -O "$1" ] && [ ! -L "$1" ] || { echo "$1 belongs to another user" >&2; exit 1; }
-    find "$1" -mindepth 1 -maxdepth 1 -not -name lock -mtime +14 -exec rm -rf {} +'
+    find "$1" -mindepth 1 -maxdepth 1 -not -name lock "(" -mtime +14 -o -name "job-*" -mtime +0 ")" -exec rm -rf {} +'
 # shellcheck disable=SC2016
 whole='[ -O "$1" ] && [ ! -L "$1" ] && [ "$(find "$1/$2" 2>/dev/null | wc -l)" -ge "$3" ] && touch "$1/$2"'
 # shellcheck disable=SC2016
@@ -102,7 +102,7 @@ if [ -n "${SLURM_HET_SIZE:-}" ]; then
 fi
 mkdir -p "$archives"
 chmod go-rwx "$archives"
-find "$archives" -maxdepth 1 \( -name '????????????????.tar' -o -name '.partial.*' \) -mtime +14 -delete || true
+find "$archives" -maxdepth 1 \( -name '????????????????.tar' -mtime +14 -o -name '.partial.*' -mtime +0 \) -delete || true
 stage_all() {
     local overrides word
     split "$LOCKSTEP_STAGE"

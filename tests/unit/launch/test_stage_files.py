@@ -1,5 +1,6 @@
 """slurm/stage.sh, with srun and sbcast played on one node: copies that are whole, damaged or refused."""
 
+import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,6 +139,23 @@ def test_what_a_killed_job_left_does_no_harm(node):
     archive.write_bytes(archive.read_bytes()[:2000])
     overrides, errors = node.stage()
     assert overrides == ["PYTHON="] and "the ranks read" in errors and node.copies == []
+
+
+def test_what_a_killed_job_left_is_removed_after_a_day(node):
+    """And a copy if no job has used it for two weeks."""
+    node.stage()
+    (copy,), archives = node.copies, node.directory / ".cache" / "lockstep" / "stage"
+    for place, name in (
+        (copy.parent, "job-3.tar"),
+        (copy.parent, "0123456789abcdef"),
+        (archives, ".partial.x"),
+    ):
+        (place / name).touch()
+        os.utime(place / name, (time := (place / name).stat().st_mtime - 2 * 86400, time))
+    (node.model / "config.json").write_text("{1}")
+    node.stage()
+    assert {path.name for path in node.copies} >= {copy.name, "0123456789abcdef"} and len(node.copies) == 3
+    assert not list(archives.glob(".partial.*"))
 
 
 def test_a_directory_of_another_user_is_refused(node):
