@@ -27,19 +27,25 @@ from rl.dry_run.hardware import Hardware
 from rl.sandbox.private_directory import make_private
 
 GUARD = r"""
-again() { # this node may lack a file; but scancel is final
-    case "$(squeue -h -j "$SLURM_JOB_ID" -o %T) ${SLURM_RESTART_COUNT:-0}" in
-    "RUNNING "[012]) scontrol requeue "$SLURM_JOB_ID" ;;
+again() { # this node may lack a file, or the disk be full for some time; but scancel is final
+    trap '' TERM
+    case "$(squeue -h -t all -j "$SLURM_JOB_ID" -o %T) ${SLURM_RESTART_COUNT:-0}" in
+    "RUNNING "[012])
+        minutes=$((3 * 6 ** ${SLURM_RESTART_COUNT:-0})) # more than Slurm's own pause of 2 minutes
+        scontrol requeue "$SLURM_JOB_ID" &&
+            scontrol update JobId="$SLURM_JOB_ID" StartTime="now+${minutes}minutes"
+        ;;
     esac
 }
 trap again EXIT
 """
 """Part of a job's batch file before it reads a file: if the job ends before its turns begin, it starts again,
-perhaps elsewhere. Slurm, too, requeues a job until then, for example after a prolog that fails."""
+perhaps elsewhere, after 3, 18 and 108 minutes. Slurm, too, requeues a job until then, for example after a
+prolog that fails."""
 TURNS = r"""
 export NO_REQUEUE=1 # a successor waits instead
-mapfile -d '' -t inherited </proc/$$/environ # no successor inherits paths of this node, as of a staged copy
-turns=(env -i "${{inherited[@]}}" "PYTHONPATH=$LOCKSTEP_ROOT" {python} -m launch.anywhen.turns)
+turns=(env "PYTHONPATH=$LOCKSTEP_ROOT" "LOCKSTEP_GIVEN=/proc/$$/environ") # a path may have =
+turns+=(bash -c 'exec "$@"' turns {python} -m launch.anywhen.turns)
 record={directory} number=$1
 code=0
 words=$("${{turns[@]}}" begin "$record" "$number" $SECONDS) || code=$?

@@ -8,7 +8,7 @@ takes over if it gets further, and the other one saves and ends; else it ends it
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -22,7 +22,7 @@ long job on few nodes and a short job on many would each get further than the ot
 LENGTHS = tuple(2.0 ** -(number / 2) for number in range(1, 8))
 """Lengths of the jobs that are considered, as shares of the length that finishes the run."""
 LOOKS = 12
-"""Maximum number of jobs per turn for which Slurm is asked whether it would accept them."""
+"""Maximum number of requests of one kind per turn for which Slurm is asked whether it would accept them."""
 SHORTEST_STARTS = 3.0
 """A job lasts at least this many times the seconds before its first step."""
 MOST_PAUSE = 5
@@ -133,6 +133,8 @@ class QueueView:
     """Seconds since the last request."""
     refusals: int = 0
     """Number of requests since the last one that brought a job."""
+    longest_s: Callable[[], dict[str, float]] = dict
+    """Asks Slurm: partition -> its maximum time limit in seconds."""
 
     def will_train(self, job: QueuedJob) -> bool:
         """Return whether a job trains, or waits in a state and with a size in which it will."""
@@ -156,6 +158,12 @@ class QueueView:
         horizon = min(ask.seconds, self.until_all(ask.nodes))
         rest = JobRequest(running.nodes, running.started + running.seconds - self.now)
         return self.steps(ask, self.plan.start_s, horizon) >= GAIN * self.steps(rest, 0.0, horizon)
+
+    def first_accepted(self, asks: Iterable[JobRequest]) -> JobRequest | None:
+        """Return the first request that Slurm would accept and start; a partition may allow less than the
+        plan."""
+        short = (ask for ask in asks if ask.seconds <= self.longest_s().get(ask.partition, math.inf))
+        return next((ask for ask in islice(short, LOOKS) if self.accepts(ask)), None)
 
     def affordable(self, asks: list[JobRequest], jobs: Sequence[QueuedJob]) -> list[JobRequest]:
         """Return the requests for which the ended jobs and `jobs` leave enough node-hours."""
@@ -182,10 +190,12 @@ def decide(view: QueueView) -> tuple[list[QueuedJob], JobRequest | None]:
     asks = view.affordable(asks, jobs)
     if is_full or not asks:
         return held, None
-    fastest = asks[0]
-    queues = any(job.nodes == fastest.nodes and not job.is_successor for job in waiting)
+    fastest, sizes = asks[0], {job.nodes for job in waiting if not job.is_successor}
+    if fastest.nodes not in sizes and view.gets_further(fastest, running):
+        fastest = view.first_accepted(asks) or fastest
+    queues = fastest.nodes in sizes
     if (running or queues) and len(waiting) == queues:
-        return held, _successor(asks, running)
+        return held, _successor(view, asks, running)
     return held, fastest if not queues and view.gets_further(fastest, running) else None
 
 
@@ -226,14 +236,16 @@ def _find_hole(view: QueueView, asks: list[JobRequest]) -> JobRequest | None:
     """Return the fastest job that would start at once and delay no waiting job; None if there is none."""
     idle = view.idle() if asks else {}
     free = (ask for ask in asks if sum(s > ask.seconds for s in idle.get(ask.partition, [])) >= ask.nodes)
-    return next((ask for ask in islice(free, LOOKS) if view.accepts(ask)), None)
+    return view.first_accepted(free)
 
 
-def _successor(asks: Sequence[JobRequest], running: QueuedJob | None) -> JobRequest:
+def _successor(view: QueueView, asks: Sequence[JobRequest], running: QueuedJob | None) -> JobRequest:
     """Return a small job, which soon finds a place, to wait for the running job's end or for its turn.
 
     It looks for a larger hole once it runs.
     """
     fewest = min(ask.nodes for ask in asks)
     small = sorted((ask for ask in asks if ask.nodes == fewest), key=lambda ask: ask.seconds)
-    return replace(small[len(small) // 2], after=running.id if running else "")
+    middle = small[len(small) // 2]
+    small.sort(key=lambda ask: abs(ask.seconds - middle.seconds))
+    return replace(view.first_accepted(small) or middle, after=running.id if running else "")

@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from launch import slurm
@@ -26,12 +26,12 @@ ENDED = (
 """States of jobs that squeue lists for some minutes after their end."""
 NO_LAUNCH = "launch"
 """Beginning of the reason for which Slurm holds a job whose prolog failed."""
-HELD = ("JobHeldAdmin", "JobHoldMaxRequeue", NO_LAUNCH)
-"""Beginnings of the reasons for which a waiting job never starts by itself. The user may hold a job."""
+HELD = re.compile(rf"JobHeldAdmin|JobHoldMaxRequeue|{NO_LAUNCH}|Partition(Node|Time)Limit")
+"""Beginning of a reason for which a waiting job never starts by itself. The user may hold a job."""
 LOG_END = 1 << 20
 """Bytes at the end of a job's log in which Slurm's line about a cancellation is searched."""
-
-STDERR = Path("/proc/self/fd/2")
+LOG = Path("/proc/self/fd/2")
+"""The log of the job in which this runs, also if sbatch was given another --output or --error."""
 
 
 def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
@@ -54,8 +54,8 @@ def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
                 int(number[1]),
                 int(nodes),
                 _seconds(limit),
-                started=0.0 if waits else datetime.fromisoformat(start).timestamp(),
-                held=(reason or state) if holds or (waits and reason.startswith(HELD)) else "",
+                started=0.0 if waits else _unix(start),
+                held=(reason or state) if holds or (waits and HELD.match(reason)) else "",
                 is_successor=waits and after not in ("", "(null)"),
                 is_ending=state == "COMPLETING",
             )
@@ -79,21 +79,16 @@ def is_cancelled_by_user(job: str) -> bool:
     return int(by[1]) == os.getuid()
 
 
-def is_cancelled(plan: Plan, number: int, job: str) -> bool:
-    """Return whether Slurm ends a job because of scancel, according to its line in the job's log.
+def is_cancelled(own: str) -> bool:
+    """Return whether Slurm ends the own job because of scancel, according to its line in the job's log.
 
     If it pre-empts the job, for example, the line ends with DUE TO PREEMPTION.
     """
-    # The own log has another path if sbatch was given another --output or --error.
-    logs = Path(plan.file).parent / f"{plan.name}-{number}-{job}.out", STDERR
-    line = re.compile(rb"JOB %s ON \S+ CANCELLED AT \S+ \*" % job.encode())
-    return any(line.search(_end(log)) for log in logs if log.is_file())
-
-
-def _end(log: Path) -> bytes:
-    with log.open("rb") as file:
-        file.seek(-min(LOG_END, log.stat().st_size), os.SEEK_END)
-        return file.read()
+    if not LOG.is_file():
+        return False
+    with LOG.open("rb") as file:
+        file.seek(-min(LOG_END, LOG.stat().st_size), os.SEEK_END)
+        return bool(re.search(rb"JOB %s ON \S+ CANCELLED AT \S+ \*" % own.encode(), file.read()))
 
 
 def has_steps(job: str, is_ending: bool) -> bool:
@@ -110,18 +105,29 @@ def idle_nodes(plan: Plan) -> dict[str, list[float]]:
     """Return `idle` of the queue's view."""
     taken, idle = defaultdict[str, float](lambda: math.inf), defaultdict[str, list[float]](list)
     for start, nodes in slurm.table(2, "squeue", "-h", "-t", "PD", "-o", "%S|%Y"):
-        for node in expand_hostlist(nodes) if _unix(start) else []:
+        for node in expand_hostlist(nodes) if start != "N/A" else []:
             taken[node] = min(_unix(start) - time.time(), taken[node])
     for name, node in slurm.table(2, "sinfo", "-N", "-h", "-t", "idle", "-o", "%P|%N"):
-        is_default = name.endswith("*") and plan.partitions == [""]
-        idle["" if is_default else name.rstrip("*")].append(taken[node])
+        idle[_partition(plan, name)].append(taken[node])
     return idle
+
+
+def longest_s(plan: Plan) -> dict[str, float]:
+    """Return partition -> its maximum time limit in seconds."""
+    rows = slurm.table(2, "sinfo", "-h", "-o", "%P|%l")
+    return {_partition(plan, name): _seconds(limit) for name, limit in rows}
+
+
+def _partition(plan: Plan, name: str) -> str:
+    """Return the plan's name of a partition; sinfo marks the default one with *."""
+    return "" if name.endswith("*") and plan.partitions == [""] else name.rstrip("*")
 
 
 def accepts(plan: Plan, ask: JobRequest) -> bool:
     """Return whether Slurm would accept a job.
 
     Its expected start is not used: for Slurm 22.05 it is after all waiting jobs that need the same nodes.
+    By default Slurm also accepts a job that is longer than its partition allows (`longest_s`).
     """
     try:
         slurm.run("sbatch", "--test-only", *_options(plan, ask, 0))
@@ -140,7 +146,7 @@ def submit(plan: Plan, ask: JobRequest, number: int) -> str:
 def _options(plan: Plan, ask: JobRequest, number: int) -> list[str]:
     """Return the options of sbatch, the batch file and its argument."""
     minutes = max(1, int(ask.seconds // 60))
-    words = [f"--nodes={ask.nodes}", f"--time={minutes}", f"--job-name={plan.name}-{number}"]
+    words = [f"--nodes={ask.nodes}", f"--time={minutes}", f"--job-name={plan.name}-{number}", "--requeue"]
     words += [f"--partition={ask.partition}"] if ask.partition else []
     words += [f"--dependency=afterany:{ask.after}"] if ask.after else []
     words += [f"--begin={datetime.fromtimestamp(plan.not_before):%Y-%m-%dT%H:%M:%S}"] * bool(plan.not_before)
@@ -155,7 +161,4 @@ def _seconds(limit: str) -> float:
 
 
 def _unix(time: str) -> float:
-    try:
-        return datetime.fromisoformat(time).timestamp()
-    except ValueError:  # N/A
-        return 0.0
+    return datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp()

@@ -69,9 +69,11 @@ class JobRecord:
 
     @property
     def spent_node_s(self) -> float:
-        """Node-seconds of an ended job; of a job that was killed, its whole time limit."""
+        """Node-seconds of an ended job; of a job that was killed, also before it began, its whole time
+        limit."""
         seconds = (self.left or self.ended or self.asked)["seconds"]
-        return float(self.asked["nodes"] * seconds) if self.begun else 0.0
+        has_run = self.begun or (self.job and not self.dropped and not self.cancelled)
+        return float(self.asked["nodes"] * seconds) if has_run else 0.0
 
     @property
     def end(self) -> tuple[float, bool, int] | None:
@@ -116,16 +118,16 @@ def load(directory: Path) -> Plan:
 def note(directory: Path, number: int, event: str, **facts: Any) -> bool:
     """Create the file of an event; return False if it exists."""
     partial, path = directory / uuid.uuid4().hex, directory / f"{number:06d}-{event}.json"
-    with partial.open("w") as file:
-        file.write(json.dumps(facts | {"time": round(time.time(), 3)}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
     try:
+        with partial.open("w") as file:
+            file.write(json.dumps(facts | {"time": round(time.time(), 3)}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.link(partial, path)
     except FileExistsError:
         return path.samefile(partial)  # an NFS client repeats a request whose answer was lost
     finally:
-        partial.unlink()
+        partial.unlink(missing_ok=True)  # also on a full disk
     return True
 
 
@@ -134,7 +136,6 @@ def records(directory: Path) -> list[JobRecord]:
     found = defaultdict[int, dict[str, dict[str, Any]]](dict)
     for path in directory.glob("[0-9]*-*.json"):
         number, _, event = path.stem.partition("-")
-        event = "submitted" if event == "job" else event  # as an older version wrote it
         if event in EVENTS:
             found[int(number)][event] = read_object(path)
     return [JobRecord(number, **events) for number, events in sorted(found.items()) if "asked" in events]

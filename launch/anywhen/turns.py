@@ -8,6 +8,7 @@ DIR is `<run.dir>/anywhen`, S the seconds since the job's start. Nothing is requ
 answer, or answers what cannot be, because a request without a view of the queue could double a job.
 """
 
+import functools
 import itertools
 import math
 import os
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from launch import slurm
 from launch.anywhen import decision, queue, record
@@ -24,6 +26,8 @@ from launch.anywhen.decision import Plan, QueuedJob, QueueView
 from launch.anywhen.record import LEAVES, note, records
 from launch.runs import DIRECTORY as LOGS
 from launch.runs import note_job
+
+T = TypeVar("T")
 
 LONGEST_WAIT_S = 1800.0
 """Maximum wait of a new job for the end of the job that trains."""
@@ -85,7 +89,7 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
             is_own = job.dropped and job.begun.get("time", 0.0) <= job.dropped["time"]
             if not job.cancelled and not is_own:  # by the user or an administrator
                 job.doubted or note(directory, job.number, "doubted", job=name)
-                is_users = _is_cancelled_by_user(name, now - job.doubted.get("time", now))
+                is_users = _is_cancelled_by_user(name, abs(now - job.doubted.get("time", now)))
                 if note(directory, job.number, "cancelled", by_user=is_users) and is_users:
                     record.stop(directory, f"job {name} was cancelled")
     _cancel(directory, unlaunched := [job for job in queued if job.held.startswith(queue.NO_LAUNCH)])
@@ -103,13 +107,23 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
         plan,
         now,
         queued,
-        lambda: queue.idle_nodes(plan),
+        lambda: _told(queue.idle_nodes, plan),
         lambda ask: queue.accepts(plan, ask),
         max(1, plan.max_steps - record.checkpoint_step(directory)),  # a run that is not over needs a job
         sum(job.spent_node_s for job in jobs if job.number not in here),
         abs(now - jobs[-1].asked["time"]) if jobs else math.inf,  # a clock may have been ahead
         min(refused, 1) if ends else refused,
+        functools.cache(lambda: _told(queue.longest_s, plan)),
     )
+
+
+def _told(ask: Callable[[Plan], dict[str, T]], plan: Plan) -> dict[str, T]:
+    """Return what Slurm tells; nothing if it fails, because a successor needs neither holes nor limits."""
+    try:
+        return ask(plan)
+    except PASSING as error:
+        _report(error)
+        return {}
 
 
 def _is_cancelled_by_user(job: str, asked_s: float) -> bool:
@@ -174,7 +188,9 @@ def start_job(directory: Path, number: int, seconds: int) -> int:
             if not before:
                 print("\n".join(size.overrides))
                 return 0
-            if not signalled and not decision.takes_over(now, mine):
+            begun = {job.number for job in records(directory) if job.begun}
+            is_needed = decision.takes_over(now, mine) or not begun & {job.number for job in before}
+            if not signalled and not is_needed:  # the launch of a job that has not begun may fail
                 break
             waits = ", ".join(job.id + " (ends)" * job.is_ending for job in before)
             if waits != told:
@@ -205,7 +221,7 @@ def end_job(directory: Path, number: int, seconds: int, code: int) -> int:
         is_followed = any(map(found.will_train, found.jobs)) and not record.is_over(directory, plan)
         if is_followed or next(looks) > 2 * LAST_TURNS:
             return True
-        return queue.is_cancelled(plan, number, own) and queue.is_cancelled_by_user(own)
+        return queue.is_cancelled(own) and queue.is_cancelled_by_user(own)
 
     if over := follow(directory, SILENT_TURNS, own, is_done):
         print(f"anywhen: no further job, because {over}", flush=True)
@@ -217,16 +233,12 @@ def _report(message: object) -> None:
     print(f"anywhen: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
-def main(what: str, directory: str, *numbers: str) -> int:
-    path, values, began = Path(directory), list(map(int, numbers)), time.monotonic()
+def main(what: str, directory: str, *words: str) -> int:
+    path, began, (number, seconds, *code) = Path(directory), time.monotonic(), map(int, words)
     if what == "begin":
-        return start_job(path, *values)
+        return start_job(path, number, seconds)
     if what == "end":
-        return end_job(path, *values)
-    if not values:  # a batch file of an older version, which also calls end
-        follow(path, own=os.environ["SLURM_JOB_ID"])
-        return 0
-    number, seconds = values
+        return end_job(path, number, seconds, *code)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         follow(path, own=os.environ["SLURM_JOB_ID"])

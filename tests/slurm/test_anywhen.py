@@ -262,7 +262,8 @@ def assert_planned(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", json.loads(os.environ.get("ANYWHEN_TRACES", "[6]")))
 def test_a_run_in_holes_beside_one_fixed_job(slurm, toy, tmp_path, seed):
-    """Each has a cluster of its own with the same trace; the figures are printed."""
+    """Each has a cluster of its own with the same trace; the figures are printed. Some traces need
+    pytest's -o faulthandler_timeout=0."""
     with running_cluster(NODES) as one, running_cluster(NODES) as other:
         run = Run(other, toy, tmp_path, most=8, start_s=10.0)
         file = Path(run.plan["file"])
@@ -276,7 +277,7 @@ def test_a_run_in_holes_beside_one_fixed_job(slurm, toy, tmp_path, seed):
                 if not run.in_queue() or len(run.requests) < JOBS:
                     run.submit(PYTHON=ranks)
                 time.sleep(2)
-            job = one.wait(fixed)
+            job = one.wait(fixed, timeout=3600.0)
     lines = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["training/global_step"] for line in lines] == list(range(1, STEPS + 1))
     run.check_requests()

@@ -72,6 +72,7 @@ def test_the_last_step_gets_a_job():
 
 COMMAND = """#!/bin/bash
 echo "$(basename "$0")" "$@" "${STAGED:-}" >>"$CALLS"
+if [ -n "$LOCKSTEP_GIVEN" ]; then grep -za STAGED "$LOCKSTEP_GIVEN" >>"$CALLS"; fi
 case $(basename "$0")-$3 in
 squeue-*) echo "$STATE" ;;
 python-begin) exit "$CODE" ;;
@@ -85,7 +86,7 @@ esac
     [
         (0, "RUNNING", 0, "python -m launch.anywhen.turns end"),
         (3, "RUNNING", 0, "python -m launch.anywhen.turns begin"),
-        (1, "RUNNING", 2, "scontrol requeue 7"),
+        (1, "RUNNING", 2, "scontrol update JobId=7 StartTime=now+108minutes"),
         (1, "RUNNING", 3, "squeue"),
         (1, "COMPLETING", 0, "squeue"),
         (0, "COMPLETING", 0, "python follow ends"),
@@ -94,10 +95,11 @@ esac
 )
 def test_a_job_whose_turns_do_not_begin_starts_again(code, state, restarts, last, tmp_path):
     """For example on a node without a file system, on which nobody would request its successor."""
-    for name in ("squeue", "scontrol", "python"):
+    for name in ("squeue", "scontrol", "a=b/python"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(COMMAND)
         (tmp_path / name).chmod(0o755)
-    turns = TURNS.format(python=tmp_path / "python", directory=tmp_path, train="config.yaml")
+    turns = TURNS.format(python=tmp_path / "a=b" / "python", directory=tmp_path, train="config.yaml")
     env = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", CALLS=str(tmp_path / "calls"), STATE=state)
     env |= dict(SLURM_RESTART_COUNT=str(restarts), SLURM_JOB_ID="7", LOCKSTEP_ROOT="/")
     begins, follows = ("0", str(code)) if code == FOLLOWED else (str(code), "0")
@@ -107,4 +109,5 @@ def test_a_job_whose_turns_do_not_begin_starts_again(code, state, restarts, last
     subprocess.run(["bash", "-c", script, "job", "1"], env=env, timeout=60)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls[-1].startswith(last)
-    assert not [call for call in calls if call.startswith("python") and "/copy" in call]
+    pythons = [call for call in calls if call.startswith("python -m")]
+    assert all(call.endswith(" /copy") for call in pythons) and not any("STAGED" in call for call in calls)
