@@ -143,6 +143,12 @@ REFUSED = {
     r"reward_manager\.module\.path$|reward_loop_module_path$": (
         "a reward manager of your own has to be written again as a reward function (docs/extending.md)."
     ),
+    r"^(?!(actor_rollout_ref\.)?model\.).*custom_chat_template$": (
+        "the tokenizer is the policy's; write the template into the model's chat_template.jinja."
+    ),
+    r"function_tool_path$": (
+        "a function of verl has to be written again as a tool of an environment (docs/agents.md)."
+    ),
     r"rollout\.ignore_eos$": "a response ends at its end token; the setting must be False.",
     r"\.lora\.dropout$": "adapters have no dropout; the setting must be 0.",
     r"rollout_token_veto_threshold$": "use rollout_correction.rollout_rs=token_k1 with a bound.",
@@ -165,6 +171,11 @@ TEXT_ALONE = r"Qwen3\.[5-9]"
 """Pattern of the names of models with a vision tower and a trainable text model."""
 SEES = r"Qwen(2\.5|3)-VL"
 """Pattern of the names of models that read images."""
+SAMPLER = {
+    "path": "pkg://tests.utils.dataset.test_create_rl_sampler_on_cpu",
+    "name": "RandomCurriculumSampler",
+}
+"""data.sampler.class_* of verl's scripts: a class that only shuffles."""
 RAY_TOOLS = r"\.(SearchTool|SandboxFusionTool|CustomSandboxFusionTool|ImageZoomInTool)$"
 """Pattern of verl's classes of tools that are actors of Ray."""
 EXPERTS = r"(?i)A\d+B\b|MoE|gpt-oss|Mixtral|DeepSeek-(V[23]|R1)|Moonlight|Kimi-K2|GLM-4\.[5-7]|MiniMax-M2"

@@ -82,6 +82,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> tuple[dict[str, Any],
         with suppress(ValueError):  # perhaps from a variable that the script never sets
             arguments, assumed = arguments_of_script(path, overrides, "-u")
             found = settings_of(arguments)
+            empty = [key for key in empty if key in found]  # bash -u may take another branch
             settings |= {key: found[key] for key in empty}
             values = [str(found[key]) for key in empty]
             notes += [note for note in assumed if any(note.partition("=")[0] in value for value in values)]

@@ -18,6 +18,7 @@ from tools.verl.keys import (
     RAY_TOOLS,
     REFUSED,
     REPLAY,
+    SAMPLER,
     SEES,
     SOURCES,
     TEXT_ALONE,
@@ -38,7 +39,7 @@ def translate(settings: VerlSettings, train_rows: int) -> tuple[dict[str, Any], 
     """
     notes: list[str] = []
     generates = read_generation(settings, notes)
-    refuse(settings)
+    refuse(settings, notes)
     ours: dict[str, Any] = {}
     tunes = is_tuning(settings)
     rl = (objective, data, layout, images, rollout, agents, reward, adapter, distillation)
@@ -55,7 +56,7 @@ def translate(settings: VerlSettings, train_rows: int) -> tuple[dict[str, Any], 
     return ours, notes
 
 
-def refuse(settings: VerlSettings) -> None:
+def refuse(settings: VerlSettings, notes: list[str]) -> None:
     """Raise ValueError for a setting or a model that this project cannot run, with what would be needed."""
     for key in MODEL_PATHS:
         if why := reason(str(settings.given.get(key, "")), MODELS):
@@ -63,8 +64,10 @@ def refuse(settings: VerlSettings) -> None:
     files = str(settings.given.get("data.train_files", ""))
     if "data.video_key" in settings.given or "video" in "/".join(files.split("/")[-2:]):
         raise ValueError(f"data.train_files={files}: videos are not supported; train on text or images.")
-    if settings.get("data.sampler.class_name") == "RandomCurriculumSampler":
-        settings.given.pop("data.sampler.class_path", None)  # of verl's tests; it shuffles
+    sampler = {f"data.sampler.class_{name}": value for name, value in SAMPLER.items()}
+    if sampler.items() <= settings.given.items():
+        settings.given |= {**dict.fromkeys(sampler), "data.shuffle": True}
+        notes.append("data.shuffle=True, because the sampler of verl's tests shuffles.")
     for key, value in settings.given.items():
         if value not in OFF and (why := reason(key, REFUSED)):
             text = " ".join(str(value).split())
@@ -74,12 +77,19 @@ def refuse(settings: VerlSettings) -> None:
 def agents(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
     """Translate tools and interactions, which run as verl's own classes.
 
-    Raises ValueError for several turns without either, and for a tool that is an actor of Ray.
+    Raises ValueError for several turns without either, for another agent of verl, for an interaction about
+    images, and for a tool that is an actor of Ray.
     """
     get, part = settings.get, "actor_rollout_ref.rollout.multi_turn"
+    loop = get(agent := "actor_rollout_ref.rollout.agent.default_agent_loop")
     names = {"tools": f"{part}.tool_config_path", "interactions": f"{part}.interaction_config_path"}
     files = {name: get(key) for name, key in names.items() if get(key)}
     enabled = get(f"{part}.enable", False)
+    if loop and loop != "tool_agent" and (files or loop != "single_turn_agent"):
+        raise ValueError(
+            f"{agent}={loop}: only tool_agent runs as it is; set it if rows have agent_name=tool_agent, or "
+            "write the agent again as an environment (docs/agents.md)."
+        )
     if not files:
         if enabled:
             raise ValueError(
@@ -87,13 +97,17 @@ def agents(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
                 "a class of verl, which has to be written again as an environment (docs/agents.md)."
             )
         return {}
-    if "tools" in files and Path(files["tools"]).is_file():
-        for tool in yaml.safe_load(Path(files["tools"]).read_text())["tools"]:
-            if re.search(RAY_TOOLS, tool["class_name"]):
-                raise ValueError(
-                    f"{names['tools']}={files['tools']}: {tool['class_name']} is an actor of Ray, which has "
-                    "to be written again as a tool; docs/agents.md has a search and a sandbox."
-                )
+    if "interactions" in files and has_tower(settings):
+        raise ValueError(
+            f"{names['interactions']}={files['interactions']}: an agent with an interaction cannot read "
+            "images; train a text model, or leave the interaction out."
+        )
+    for name in tool_classes(Path(files["tools"]), notes) if "tools" in files else ():
+        if re.search(RAY_TOOLS, name):
+            raise ValueError(
+                f"{names['tools']}={files['tools']}: {name} is an actor of Ray, which has to be written "
+                "again as a tool; docs/agents.md has a search and a sandbox."
+            )
     policy, user = get(f"{part}.max_assistant_turns"), get(f"{part}.max_user_turns")
     limits = [*([policy] if policy else []), *([user + 1] if user else [])]
     calls, kwargs = get(f"{part}.max_parallel_calls", 1), dict(files)
@@ -109,7 +123,8 @@ def agents(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{part}.max_parallel_calls={calls}: all calls of a turn are made, in order.")
     notes.append(
         "agents.interpreter must name a Python with verl, whose classes run as they are; reward.function "
-        "judges the last answer, verl's the text of all turns."
+        "judges the last answer, verl's the text of all turns. All rows run so, in verl those with "
+        "agent_name=tool_agent."
     )
     kind = "ToolAgent" if "interactions" in files else "Tools"
     return {
@@ -117,6 +132,17 @@ def agents(settings: VerlSettings, notes: list[str]) -> dict[str, Any]:
         "agents.kwargs": kwargs,
         "agents.max_turns": min(limits, default=get("data.max_response_length", 512)),
     }
+
+
+def tool_classes(file: Path, notes: list[str]) -> list[str]:
+    """Return the classes in a file of tools, [] if it is not here. Raises ValueError if it has none."""
+    if not file.is_file():
+        notes.append(f"{file} is not here and was not read; its tools must not be actors of Ray.")
+        return []
+    try:
+        return [str(tool["class_name"]) for tool in yaml.safe_load(file.read_bytes())["tools"]]
+    except (yaml.YAMLError, KeyError, TypeError):
+        raise ValueError(f"{file} names no tools; it must have tools: [{{class_name: ...}}].") from None
 
 
 def reads_images(settings: VerlSettings) -> bool:
@@ -217,11 +243,8 @@ def model_path(settings: VerlSettings, key: str, notes: list[str]) -> str:
     """Return the model's path, or the path of its text model if the script trains only the text part of a
     model with a vision tower."""
     path = str(settings.get(key, "")).rstrip("/")
-    if settings.get("actor_rollout_ref.model.custom_chat_template"):
-        notes.append(
-            f"Copy {path} to {path}-chat, and write actor_rollout_ref.model.custom_chat_template into its "
-            "chat_template.jinja."
-        )
+    if settings.get(template := key.replace(".path", ".custom_chat_template")):
+        notes.append(f"Copy {path} to {path}-chat, and write {template} into its chat_template.jinja.")
         path += "-chat"
     if has_tower(settings) or not re.search(TEXT_ALONE, path):
         return path

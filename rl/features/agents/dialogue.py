@@ -599,7 +599,7 @@ class Trajectories(Dialogue):
             why, is_spent = str(error), False
         if request is None:
             session.is_spent |= is_spent
-            self._reply(session, error=RefusedRequest(why))
+            self._reply(session, error=RefusedRequest(why, is_spent))
             return
         self._unanswered.discard(session.address)
         self._request(session, request)

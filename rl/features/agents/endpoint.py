@@ -102,7 +102,14 @@ class EndpointRequest:
 
 
 class RefusedRequest(Exception):
-    """The answer to a request that cannot be served; the client receives it as an error with status 400."""
+    """The answer to a request that cannot be served; the client receives it as an error with status 400.
+
+    is_spent: whether the limits of the trajectory are used up, the error's code.
+    """
+
+    def __init__(self, why: str, is_spent: bool = False) -> None:
+        super().__init__(why)
+        self.is_spent = is_spent
 
 
 class Endpoint:
@@ -229,7 +236,7 @@ class Endpoint:
                 # reply.
                 written = write(body, await asyncio.shield(asyncio.wrap_future(reply)))
             except RefusedRequest as error:
-                return _error(400, str(error))
+                return _error(400, str(error), "limits_used_up" if error.is_spent else None)
             return _stream(written, body) if body.get("stream") else web.json_response(written)
 
         return handle
@@ -438,9 +445,10 @@ def _as_text(arguments: dict | str) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-def _error(status: int, message: str) -> web.Response:
+def _error(status: int, message: str, code: str | None = None) -> web.Response:
     kind = "authentication_error" if status == 401 else "invalid_request_error"
-    response = web.json_response({"error": {"message": message, "type": kind}}, status=status)
+    error = {"message": message, "type": kind} | ({"code": code} if code else {})
+    response = web.json_response({"error": error}, status=status)
     if status != 400:
         response.force_close()
     return response

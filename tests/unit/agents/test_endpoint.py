@@ -216,14 +216,15 @@ def test_keys_and_refusals():
         def refuse() -> None:
             request = endpoint.requests.get(timeout=30)
             assert (request.session, request.max_tokens) == ("0.0", 7)
-            request.reply.set_exception(RefusedRequest("no room for another turn"))
+            request.reply.set_exception(RefusedRequest("no room for another turn", is_spent=True))
             endpoint.requests.get(timeout=30)
             endpoint.close("0.0")
 
         thread = threading.Thread(target=refuse, daemon=True)
         thread.start()
-        with pytest.raises(openai.BadRequestError, match="no room"):
+        with pytest.raises(openai.BadRequestError, match="no room") as refused:
             ask(key, max_tokens=7)
+        assert refused.value.code == "limits_used_up"
         with pytest.raises(openai.BadRequestError, match="has ended"):
             ask(key)
         thread.join(10)

@@ -20,7 +20,10 @@ ROW = {
 class Check:
     """Compares with the truth that `create` received; a second use of an instance fails."""
 
-    name, tool_schema = "check", SimpleNamespace(model_dump=lambda **_: {"function": {"name": "check"}})
+    name, tool_schema = (
+        "check",
+        SimpleNamespace(model_dump=lambda exclude_unset, exclude_none: {"function": {"name": "check"}}),
+    )
 
     def __init__(self):
         self.live = {}
@@ -29,9 +32,10 @@ class Check:
         self.live["1"] = create_kwargs["truth"]
         return "1", None
 
-    async def execute(self, instance, parameters):
+    async def execute(self, instance, parameters, agent_data):
+        assert agent_data.tools_kwargs == ROW["tools_kwargs"]
         text = "right" if parameters["answer"] == self.live[instance] else "w" * 300
-        return SimpleNamespace(text=text, image=parameters.get("image")), 0.5, {}
+        return SimpleNamespace(**{"text": text, "image": None, **parameters}), 0.5, {}
 
     async def release(self, instance):
         del self.live[instance]
@@ -61,7 +65,8 @@ def registries(monkeypatch):
     verl.load.cache_clear()
 
 
-def test_a_call_has_its_own_instance_and_its_errors_are_read(registries):
+def test_a_call_has_its_own_instance_and_its_errors_are_read(registries, caplog):
+    verl.log_first.cache_clear()
     tools = verl.Tools("tools.yaml", cut_to=20)
     assert tools.reset(ROW) == ROW["messages"] and tools.list_tools() == [{"function": {"name": "check"}}]
 
@@ -71,12 +76,18 @@ def test_a_call_has_its_own_instance_and_its_errors_are_read(registries):
     assert call(answer="4") == "right" and registries.live == {}
     assert call(answer="5") == f"{10 * 'w'}...(truncated)...{10 * 'w'}"
     assert call() == "Error when executing tool: 'answer'" and registries.live == {}
-    assert call(answer="4", image=["a"]) == {"text": "right", "image": ["a"]}
+    assert call(answer="4", image=["a", None]) == {"text": "right", "image": ["a"]}
+    with pytest.raises(NotImplementedError, match="check returned a video"):
+        call(answer="4", video=["a"])
+    assert call() and caplog.messages == ["the first KeyError of verl's tool check"]
+    tools.reset(ROW | {"extra_info": {"tool_selection": ["other"]}})
+    assert tools.list_tools() == [] and call(answer="4").startswith("Error")
 
 
 def test_an_interaction_answers_turns_without_calls(registries, monkeypatch):
     call = {"id": "7", "function": {"name": "check", "arguments": '{"answer": "4"}'}}
-    turns = [{"content": None, "tool_calls": [call, call]}, {"content": "5"}, {"content": "4"}]
+    turns = [{"content": None, "tool_calls": [call, call]}, {"content": "4", "reasoning_content": "2 and 2"}]
+    turns += [{"content": "4"}]
     seen = []
 
     async def complete(base_url, api_key, messages, tools):
@@ -87,7 +98,7 @@ def test_an_interaction_answers_turns_without_calls(registries, monkeypatch):
     agent = verl.ToolAgent("interactions.yaml", tools="tools.yaml")
     agent.reset(ROW)
     assert asyncio.run(agent.run("http://a/v1", "key", ROW)) is None
-    assert seen[-1] == ["2 + 2?", None, "right", "5", "no"]
+    assert seen[-1] == ["2 + 2?", None, "right", "4", "no"]  # the judge reads the reasoning, too
     for kind, drives in (("Tools", "tools"), ("ToolAgent", "run")):
         files = {"tools": "t"} | ({"interactions": "i"} if drives == "run" else {})
         spec = EnvironmentSpec(f"rl.features.agents.integrations.verl:{kind}", files)

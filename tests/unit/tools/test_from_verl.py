@@ -306,7 +306,7 @@ def test_tools_and_interactions_run_as_verls_classes(tmp_path, monkeypatch, caps
         "actor_rollout_ref.rollout.n=4 "
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-3B actor_rollout_ref.model.custom_chat_template={{x}} "
         "actor_rollout_ref.rollout.over_sample_rate=0.1 data.sampler.class_name=RandomCurriculumSampler "
-        "data.sampler.class_path=pkg://tests.sampler\n"
+        "data.sampler.class_path=pkg://tests.utils.dataset.test_create_rl_sampler_on_cpu data.shuffle=False\n"
     )
     file.write_text("tools: [{class_name: verl.tools.gsm8k_tool.Gsm8kTool, config: {type: native}}]\n")
     options = [str(script), "--out", str(out), "--train-rows", "7473"]
@@ -317,8 +317,23 @@ def test_tools_and_interactions_run_as_verls_classes(tmp_path, monkeypatch, caps
     config, notes = load_config(str(out)), capsys.readouterr().err
     assert config.agents.environment == "rl.features.agents.integrations.verl:Tools"
     assert (config.agents.kwargs, config.agents.max_turns) == ({"tools": str(file)}, 4)
+    assert config.data.shuffle and "data.shuffle=True, because the sampler" in notes
+    assert "data.sampler" not in notes and "agent_name=tool_agent" in notes
     assert config.model.path == "Qwen/Qwen2.5-3B-chat" and "Copy Qwen/Qwen2.5-3B to" in notes
     assert "over_sample_rate=0.1: verl 0.7 and later do not read it" in notes
+    agent = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    for refused, why in (
+        ("data.sampler.class_path=mine.py", "a sampler of verl has to be written"),
+        (f"{agent}=single_turn_agent", "only tool_agent runs as it is"),
+        (f"{turns}.function_tool_path=f.py", "a function of verl has to be written"),
+        ("critic.model.custom_chat_template=x", "the tokenizer is the policy's"),
+    ):
+        assert from_verl.main([*options, tools, refused]) == 2 and why in capsys.readouterr().err
+    images = f"{turns}.interaction_config_path=i.yaml", "data.image_key=images"
+    assert from_verl.main([*options, *images]) == 2 and "cannot read images" in capsys.readouterr().err
+    assert from_verl.main([*options, f"{tools}.old", f"{agent}=tool_agent"]) == 0
+    notes = capsys.readouterr().err
+    assert "tools.yaml.old is not here and was not read" in notes and agent not in notes
     more = f"{turns}.interaction_config_path=i.yaml", f"{turns}.max_tool_response_length=99"
     assert from_verl.main([*options, tools, *more, f"{turns}.max_parallel_calls=2"]) == 0
     config = load_config(str(out))
@@ -329,6 +344,8 @@ def test_tools_and_interactions_run_as_verls_classes(tmp_path, monkeypatch, caps
     capsys.readouterr()
     assert from_verl.main([*options, tools]) == 2
     assert "SearchTool is an actor of Ray" in capsys.readouterr().err
+    file.write_text("tools: [{name: a}]\n")
+    assert from_verl.main([*options, tools]) == 2 and "names no tools" in capsys.readouterr().err
 
 
 def test_a_path_from_a_variable_that_is_never_set_has_its_name(tmp_path, capsys):
@@ -342,6 +359,20 @@ def test_a_path_from_a_variable_that_is_never_set_has_its_name(tmp_path, capsys)
     config, notes = load_config(str(out)), capsys.readouterr().err
     assert config.data.train == ["train_path"] and "train_path=train_path was assumed" in notes
     assert config.run.name == "a" and "never=" not in notes
+    text = script.read_text().replace("data.train_files=$train_path", "$files")
+    files = "files=data.train_files=$train_path; case $- in *u*) files= ;; esac\n"
+    script.write_text(files + text)  # with bash -u there is no such setting
+    assert from_verl.main([str(script), "--out", str(out), "--train-rows", "512"]) == 0
+    assert load_config(str(out)).data.train == []
+
+
+def test_a_chat_template_of_supervised_fine_tuning_is_noted(tmp_path, capsys):
+    script, out = tmp_path / "run.sh", tmp_path / "ours.yaml"
+    start = "python3 -m verl.trainer.sft_trainer data.train_files=a.parquet data.messages_key=messages "
+    script.write_text(f"{start} model.path=m model.custom_chat_template=x\n")
+    assert from_verl.main([str(script), "--out", str(out), "--train-rows", "512"]) == 0
+    assert load_config(str(out)).model.path == "m-chat"
+    assert "write model.custom_chat_template into" in capsys.readouterr().err
 
 
 def test_a_layout_that_does_not_fit_is_changed(tmp_path, capsys):

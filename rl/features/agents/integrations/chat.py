@@ -23,7 +23,8 @@ async def complete(
 ) -> dict[str, Any]:
     """Return an OpenAI-compatible server's next message. `options` are further fields of the request.
 
-    Raises Refused for status 400, and RuntimeError if the request fails otherwise.
+    Raises LimitsUsedUp if the limits of the trajectory are used up, and RuntimeError if the request fails
+    otherwise.
     """
     import aiohttp
 
@@ -36,6 +37,7 @@ async def complete(
         session.post(address, json=request, headers=headers) as response,
     ):
         if response.status != 200:
-            error = LimitsUsedUp if response.status == 400 else RuntimeError
-            raise error(f"{address}: status={response.status}: {(await response.text())[:500]}")
+            text = await response.text()
+            error = LimitsUsedUp if '"limits_used_up"' in text else RuntimeError
+            raise error(f"{address}: status={response.status}: {text[:500]}")
         return (await response.json())["choices"][0]["message"]

@@ -13,6 +13,8 @@ here the last answer, in verl the text of all turns.
 import functools
 import importlib
 import json
+import logging
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -41,6 +43,12 @@ def load(kind: str, config: str) -> Any:
     )
 
 
+@functools.cache
+def log_first(name: str, error: type[Exception]) -> None:
+    """Log the error that is being handled, once for each tool, because only the policy reads it."""
+    logging.getLogger(__name__).warning(f"the first {error.__name__} of verl's tool {name}", exc_info=True)
+
+
 class Tools:
     """A conversation with tools of verl.
 
@@ -55,11 +63,15 @@ class Tools:
                 load(kind, config)
 
     def __init__(self, tools: str = "", cut_to: int = 256, cut: str = "middle") -> None:
-        self._tools = {tool.name: tool for tool in (load("tool", tools) if tools else ())}
+        self._tools = self._all = {tool.name: tool for tool in (load("tool", tools) if tools else ())}
         self._cut_to, self._cut = cut_to, cut
 
     def reset(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         self._settings = row.get("tools_kwargs") or {}
+        # What verl's AgentData has; only a ToolAgent knows the messages.
+        self._data = SimpleNamespace(tools_kwargs=self._settings, request_id=uuid4().hex, extra_fields={})
+        chosen = (row.get("extra_info") or {}).get("tool_selection") or self._all
+        self._tools = {name: self._all[name] for name in chosen if name in self._all}
         return row["messages"]
 
     def list_tools(self) -> list[dict[str, Any]]:
@@ -71,13 +83,18 @@ class Tools:
             tool, own = self._tools[name], self._settings.get(name) or {}
             instance, _ = await tool.create(create_kwargs=own.get("create_kwargs") or {})
             try:
-                response, _, _ = await tool.execute(instance, parameters)
+                response, _, _ = await tool.execute(instance, parameters, agent_data=self._data)
             finally:
                 await tool.release(instance)
         except Exception as error:
+            if name in self._tools:
+                log_first(name, type(error))
             return f"Error when executing tool: {error}"
+        if getattr(response, "video", None):
+            raise NotImplementedError(f"verl's tool {name} returned a video; it may return text and images")
         text = self._shortened(response.text or "")
-        return {"text": text, "image": response.image} if response.image else text
+        images = [image for image in response.image or [] if image is not None]
+        return {"text": text, "image": images} if images else text
 
     def _shortened(self, text: str) -> str:
         size, half = self._cut_to, self._cut_to // 2
@@ -99,6 +116,7 @@ class ToolAgent(Tools):
 
     async def run(self, base_url: str, api_key: str, row: dict[str, Any]) -> None:
         messages, kwargs, name = list(row["messages"]), row["interaction_kwargs"], str(uuid4())
+        self._data.messages, self._data.request_id = messages, name
         interaction, tools = self._interactions[kwargs["name"]], self.list_tools()
         await interaction.start_interaction(name, **kwargs)
         is_over, options = False, dict[str, Any](tools=tools) if tools else {}
@@ -112,5 +130,13 @@ class ToolAgent(Tools):
                 output = await self.call_tool(call["function"]["name"], call["function"]["arguments"])
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
             if not calls:
-                is_over, text, *_ = await interaction.generate_response(name, messages, **kwargs)
+                heard = [as_text(message) for message in messages]
+                is_over, text, *_ = await interaction.generate_response(name, heard, **kwargs)
                 messages += user_message(text)
+
+
+def as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a turn with its reasoning in its content, as verl decodes it."""
+    if thought := message.get("reasoning_content"):
+        return message | {"content": f"<think>\n{thought}\n</think>\n\n{message.get('content') or ''}"}
+    return message
