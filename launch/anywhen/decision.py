@@ -8,9 +8,10 @@ takes over if it gets further, and the other one saves and ends; else it ends it
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from rl.config.elastic import JobLimits
 
@@ -96,13 +97,15 @@ class QueuedJob:
     started: float = 0.0
     """Unix time of its start; 0 for a job that waits."""
     held: str = ""
-    """Reason for which it never starts by itself; empty if it does."""
+    """Reason for which it never starts by itself; empty if it does. A limit of the partition may also be the
+    reason while nodes are drained."""
     is_successor: bool = False
     """Whether it waits for the end of another job."""
     is_ending: bool = False
     """Whether Slurm ends its processes, or the end of its ranks is noted."""
     has_ranks: bool = True
     """False if its ranks have ended, but not the job."""
+    partition: str = ""
 
     @property
     def is_training(self) -> bool:
@@ -124,8 +127,8 @@ class QueueView:
     idle: Callable[[], dict[str, list[float]]]
     """Asks Slurm: partition -> for each idle node, the seconds until a waiting job of any user is expected to
     start there."""
-    accepts: Callable[[JobRequest], bool]
-    """Asks Slurm whether it would accept the job."""
+    accepts: Callable[[JobRequest], bool | None]
+    """Asks Slurm whether it would accept the job; None if it does not answer."""
     steps_left: int
     spent_node_s: float = 0.0
     """Node-seconds of the jobs that have ended."""
@@ -138,8 +141,12 @@ class QueueView:
 
     def will_train(self, job: QueuedJob) -> bool:
         """Return whether a job trains, or waits in a state and with a size in which it will."""
-        has_size = job.nodes in {size.nodes for size in self.plan.sizes}
-        return job.is_training if job.started else has_size and not job.held
+        if job.started:
+            return job.is_training
+        is_held, same = bool(job.held), JobRequest(job.nodes, job.seconds, job.partition)
+        if job.held.startswith("Partition"):
+            is_held = not self.fits(same) or self.accepts(same) is False
+        return job.nodes in {size.nodes for size in self.plan.sizes} and not is_held
 
     def until_all(self, nodes: int) -> float:
         """Return the seconds until the last step of a job that starts now."""
@@ -159,11 +166,36 @@ class QueueView:
         rest = JobRequest(running.nodes, running.started + running.seconds - self.now)
         return self.steps(ask, self.plan.start_s, horizon) >= GAIN * self.steps(rest, 0.0, horizon)
 
-    def first_accepted(self, asks: Iterable[JobRequest]) -> JobRequest | None:
+    def fits(self, ask: JobRequest) -> bool:
+        """Return whether a job is not longer than its partition allows."""
+        return ask.seconds <= self.longest_s().get(ask.partition, math.inf)
+
+    def first_accepted(self, asks: Iterable[JobRequest], is_sure: bool = False) -> JobRequest | None:
         """Return the first request that Slurm would accept and start; a partition may allow less than the
-        plan."""
-        short = (ask for ask in asks if ask.seconds <= self.longest_s().get(ask.partition, math.inf))
-        return next((ask for ask in islice(short, LOOKS) if self.accepts(ask)), None)
+        plan.
+
+        If Slurm does not answer, this is the request of which it was asked, or None if is_sure.
+        """
+        for ask in islice(filter(self.fits, asks), LOOKS):
+            if (answer := self.accepts(ask)) is not False:
+                return None if is_sure and not answer else ask
+        return None
+
+    def fastest_accepted(self, asks: list[JobRequest]) -> JobRequest | None:
+        """Return the first request that Slurm would accept and start; it is asked about few sizes."""
+        asks = list(filter(self.fits, asks))
+        if not asks or self.accepts(asks[0]) is not False:
+            return next(iter(asks), None)
+
+        def shortest(nodes: int) -> JobRequest | None:
+            least = min(ask.seconds for ask in asks if ask.nodes == nodes)
+            return self.first_accepted(ask for ask in asks if (ask.nodes, ask.seconds) == (nodes, least))
+
+        sizes = sorted({ask.nodes for ask in asks})
+        if shortest(sizes[0]) is None:
+            return None
+        most = sizes[bisect_left(sizes, True, lo=1, key=lambda nodes: shortest(nodes) is None) - 1]
+        return self.first_accepted(ask for ask in asks[1:] if ask.nodes <= most) or shortest(most)
 
     def affordable(self, asks: list[JobRequest], jobs: Sequence[QueuedJob]) -> list[JobRequest]:
         """Return the requests for which the ended jobs and `jobs` leave enough node-hours."""
@@ -190,13 +222,20 @@ def decide(view: QueueView) -> tuple[list[QueuedJob], JobRequest | None]:
     asks = view.affordable(asks, jobs)
     if is_full or not asks:
         return held, None
-    fastest, sizes = asks[0], {job.nodes for job in waiting if not job.is_successor}
-    if fastest.nodes not in sizes and view.gets_further(fastest, running):
-        fastest = view.first_accepted(asks) or fastest
-    queues = fastest.nodes in sizes
-    if (running or queues) and len(waiting) == queues:
+    sizes = {job.nodes for job in waiting if not job.is_successor}
+    if running and not waiting:
         return held, _successor(view, asks, running)
-    return held, fastest if not queues and view.gets_further(fastest, running) else None
+    fastest: JobRequest | None = None
+    queues = asks[0].nodes in sizes
+    if not queues and view.gets_further(asks[0], running):
+        faster = takewhile(lambda ask: ask.nodes not in sizes, asks)
+        fastest = view.fastest_accepted([ask for ask in faster if view.gets_further(ask, running)])
+        queues = fastest is None and bool(sizes)  # a job of the largest size that the partition allows
+        if not (fastest or queues or running):
+            fastest = min(asks, key=lambda ask: (ask.nodes, ask.seconds))
+    if queues and len(waiting) == 1:
+        return held, _successor(view, asks, running)
+    return held, fastest
 
 
 def is_spent(view: QueueView) -> bool:
@@ -236,7 +275,7 @@ def _find_hole(view: QueueView, asks: list[JobRequest]) -> JobRequest | None:
     """Return the fastest job that would start at once and delay no waiting job; None if there is none."""
     idle = view.idle() if asks else {}
     free = (ask for ask in asks if sum(s > ask.seconds for s in idle.get(ask.partition, [])) >= ask.nodes)
-    return view.first_accepted(free)
+    return view.first_accepted(free, is_sure=True)
 
 
 def _successor(view: QueueView, asks: Sequence[JobRequest], running: QueuedJob | None) -> JobRequest:

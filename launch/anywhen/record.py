@@ -3,6 +3,7 @@
     plan.json                 sizes with their layouts, limits, batch file
     000003-asked.json         the third request: nodes, seconds, partition
     000003-submitted.json     the id of its job; missing if Slurm refused it
+    000003-started.json       the queue showed that its job had started, but not begun
     000003-begun.json         its job started: time, step of the newest checkpoint
     000003-ended.json         its ranks ended: exit code, seconds of the job so far, seconds of a step
     000003-left.json          the job ended itself: its seconds
@@ -54,6 +55,7 @@ class JobRecord:
     number: int
     asked: dict[str, Any]
     submitted: dict[str, Any] = field(default_factory=dict)
+    started: dict[str, Any] = field(default_factory=dict)
     begun: dict[str, Any] = field(default_factory=dict)
     ended: dict[str, Any] = field(default_factory=dict)
     left: dict[str, Any] = field(default_factory=dict)
@@ -69,10 +71,10 @@ class JobRecord:
 
     @property
     def spent_node_s(self) -> float:
-        """Node-seconds of an ended job; of a job that was killed, also before it began, its whole time
-        limit."""
+        """Node-seconds of an ended job; of a job that was killed, also if it was only seen to start, its
+        whole time limit."""
         seconds = (self.left or self.ended or self.asked)["seconds"]
-        has_run = self.begun or (self.job and not self.dropped and not self.cancelled)
+        has_run = self.begun or (self.started and not self.dropped and not self.cancelled)
         return float(self.asked["nodes"] * seconds) if has_run else 0.0
 
     @property

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from launch import slurm
 from launch.anywhen import decision, queue, record
-from launch.anywhen.decision import Plan, QueuedJob, QueueView
+from launch.anywhen.decision import JobRequest, Plan, QueuedJob, QueueView
 from launch.anywhen.record import LEAVES, note, records
 from launch.runs import DIRECTORY as LOGS
 from launch.runs import note_job
@@ -81,6 +81,10 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
     """
     queued, cancelled = queue.jobs_of(plan)
     jobs, now = records(directory), time.time()  # after the queue, because they explain what it has
+    partitions = {job.number: job.asked.get("partition", "") for job in jobs}
+    unseen = {job.number for job in jobs if not job.begun and not job.started}
+    for number in unseen & {job.number for job in queued if job.started}:
+        note(directory, number, "started")
     if own and own not in {job.id for job in queued}:
         raise slurm.SlurmError(f"squeue does not list job {own}, which runs; nothing is requested.")
     for job in jobs:
@@ -98,7 +102,12 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
     queued = [job for job in queued if job not in unlaunched and not (ends and job.id == own)]
     ending = [job for job in queued if job.is_ending or job.number in ended]
     gone = {job for job in ending if not queue.has_steps(job.id, is_ending=job.is_ending)}
-    queued = [replace(job, has_ranks=job not in gone, is_ending=job in ending) for job in queued]
+    queued = [
+        replace(
+            job, has_ranks=job not in gone, is_ending=job in ending, partition=partitions.get(job.number, "")
+        )
+        for job in queued
+    ]
     if not any(job.is_training for job in queued) and record.has_failed(directory):
         record.stop(directory, f"{record.MAX_FAILURES} jobs failed without a newer checkpoint")
     here, well = {job.number for job in queued}, {job.number for job in queued if not job.held}
@@ -108,7 +117,7 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
         now,
         queued,
         lambda: _told(queue.idle_nodes, plan),
-        lambda ask: queue.accepts(plan, ask),
+        lambda ask: _accepts(plan, ask),
         max(1, plan.max_steps - record.checkpoint_step(directory)),  # a run that is not over needs a job
         sum(job.spent_node_s for job in jobs if job.number not in here),
         abs(now - jobs[-1].asked["time"]) if jobs else math.inf,  # a clock may have been ahead
@@ -124,6 +133,15 @@ def _told(ask: Callable[[Plan], dict[str, T]], plan: Plan) -> dict[str, T]:
     except PASSING as error:
         _report(error)
         return {}
+
+
+def _accepts(plan: Plan, ask: JobRequest) -> bool | None:
+    """Return whether Slurm would accept a job; None if it does not answer."""
+    try:
+        return queue.accepts(plan, ask)
+    except slurm.NoAnswer as error:
+        _report(error)
+        return None
 
 
 def _is_cancelled_by_user(job: str, asked_s: float) -> bool:
@@ -189,14 +207,14 @@ def start_job(directory: Path, number: int, seconds: int) -> int:
                 print("\n".join(size.overrides))
                 return 0
             begun = {job.number for job in records(directory) if job.begun}
-            is_needed = decision.takes_over(now, mine) or not begun & {job.number for job in before}
-            if not signalled and not is_needed:  # the launch of a job that has not begun may fail
+            takes_over = signalled or decision.takes_over(now, mine)
+            if not takes_over and begun & {job.number for job in before}:  # else its launch may fail
                 break
             waits = ", ".join(job.id + " (ends)" * job.is_ending for job in before)
             if waits != told:
                 _report(f"waits for the ranks of job {waits}")
                 told = waits
-            if training and time.monotonic() - signalled > SIGNAL_S:
+            if training and takes_over and time.monotonic() - signalled > SIGNAL_S:
                 slurm.run("scancel", "--signal=USR2", *training)
                 signalled = time.monotonic()
         except PASSING as error:

@@ -76,6 +76,8 @@ class HostileSlurm:
         self.longest_s, self.widest = math.inf, NODES
         """Maximum time limit and number of nodes of the partition; Slurm accepts a job with more, and never
         starts it."""
+        self.answers, self.tests = True, 0
+        """Whether `sbatch --test-only` answers, and how many times it was called."""
         self.accounts = True
         self.kinds = Counter[str]()
         sizes = [Size(nodes, 480.0 / nodes) for nodes in (1, 2, 4)]
@@ -97,12 +99,13 @@ class HostileSlurm:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let everything else happen that is due in the meantime."""
-        end = self.now + seconds
+        """Let everything else happen that is due in the meantime, in other processes."""
+        end, own = self.now + seconds, os.environ.get("SLURM_JOB_ID", "")
         while self.events and self.events[0][0] <= end:
             at, _, act = heapq.heappop(self.events)
             self._pass(at)
             act()
+        self.monkeypatch.setenv("SLURM_JOB_ID", own)
         self._pass(end)
 
     def _pass(self, now: float) -> None:
@@ -160,6 +163,10 @@ class HostileSlurm:
         words = dict(word[2:].split("=", 1) for word in command if word.startswith("--") and "=" in word)
         size = int(words["nodes"]), 60.0 * int(words["time"])
         if "--test-only" in command:
+            self.tests += 1
+            if not self.answers:
+                self.sleep(60)
+                raise slurm.NoAnswer("sbatch did not answer")
             if size[0] > self.widest:
                 raise slurm.SlurmError("allocation failure: Requested node configuration is not available")
             return ""

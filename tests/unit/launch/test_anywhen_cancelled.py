@@ -45,6 +45,7 @@ def test_only_a_job_that_is_being_cancelled_requests_no_other(
     first.state, first.is_training = "COMPLETING", False
     log.write_text("x" * 2_000_000 + CANCELLED.format(first.id, reason) + "Error: killed\n" * 100)
     monkeypatch.setattr(queue, "LOG", log)
+    monkeypatch.setenv("SLURM_JOB_ID", first.id)
     fake.now += 60.0
     fake.later(30, lambda: fake.end(first, "PREEMPTED" if reason else "CANCELLED"))
     turns.end_job(fake.directory, first.number, 90, 143)

@@ -39,18 +39,22 @@ def test_failed_launches_beside_a_job_that_trains_stop_nothing(hostile):
     assert [job.is_training for job in fake.live()[:1]] == [True]
 
 
-def test_a_job_waits_until_the_one_before_it_is_launched(hostile):
-    """If it left, nobody would replace the one whose launch fails then."""
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_job_waits_until_the_one_before_it_is_launched(hostile, is_launched):
+    """If it left, nobody would replace the one whose launch fails then. It ends no job that it
+    does not replace."""
     fake = hostile(JobLimits(jobs=2))
     fake.begin, begin = lambda job: None, fake.begin
     fake.turn()
     fake.sleep(90)
     fake.turn()
     first, second = fake.live()
-    fake.later(60, lambda: fail_to_launch(first))
+    fake.later(60, (lambda: begin(first)) if is_launched else (lambda: fail_to_launch(first)))
     fake.start(second)
     begin(second)
-    assert second.is_training and first.state == "CANCELLED"
+    fake.sleep(60)
+    trainer, other = (first, second) if is_launched else (second, first)
+    assert trainer.is_training and other.state == ("COMPLETED" if is_launched else "CANCELLED")
 
 
 def test_failures_count_in_the_order_of_their_ends(hostile):
@@ -132,6 +136,15 @@ def test_successors_are_requested_while_sinfo_does_not_answer(hostile):
     fake.end(first, "NODE_FAIL")
     fake.sleep(90)
     assert successor.is_training and len(fake.requests) == 3
+
+
+def test_successors_are_requested_while_slurm_tests_no_request(hostile):
+    fake = hostile(JobLimits(jobs=2))
+    fake.answers = False
+    fake.turn()
+    fake.sleep(300)
+    first, successor = fake.live()
+    assert first.is_training and first.nodes == 4 and successor.after == first.id
 
 
 def test_a_job_that_could_not_look_at_the_queue_requests_another(hostile):

@@ -73,6 +73,44 @@ def test_no_job_exceeds_what_its_partition_allows(hostile, is_full):
     assert successor.state == "CANCELLED" and max(job.seconds for job in others) <= fake.longest_s
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_no_job_has_more_nodes_than_its_partition_allows(hostile, most):
+    fake = hostile(JobLimits(jobs=4))
+    fake.widest = most
+    first, _ = two_jobs(fake)
+    fake.sleep(300)
+    before = fake.tests
+    fake.sleep(600)
+    assert first.nodes == most and fake.tests - before <= 30
+    assert {job.reason for job in fake.jobs.values()} == {"Priority"}
+
+
+def test_slurm_is_asked_about_few_of_many_sizes(hostile):
+    """A job of the largest size that the partition allows waits for its turn."""
+    fake = hostile(JobLimits(jobs=4))
+    resubmit(fake, *range(1, 65))
+    fake.widest = 6
+    fake.idle = lambda: 0
+    fake.turn()
+    assert [job.nodes for job in fake.live()] == [6] and fake.tests <= 12
+    fake.every(TURN_S, fake.turn, lambda: True)
+    fake.sleep(600)
+    before = fake.tests
+    fake.sleep(600)
+    assert [job.nodes for job in fake.live()] == [6, 1] and fake.tests - before <= 30
+
+
+@pytest.mark.parametrize("is_drained", [True, False])
+def test_a_job_whose_nodes_are_drained_keeps_its_place(hostile, is_drained):
+    """Slurm gives a limit of the partition as the reason."""
+    fake = hostile(JobLimits(jobs=2))
+    _, successor = two_jobs(fake)
+    successor.reason = "PartitionNodeLimit"
+    fake.widest = 1 if is_drained else 0
+    fake.sleep(400)
+    assert successor.state == ("PENDING" if is_drained else "CANCELLED")
+
+
 def test_nothing_is_requested_beyond_the_node_hours(hostile):
     fake = hostile(JobLimits(node_hours=4.0))
     fake.turn()
@@ -87,8 +125,20 @@ def test_a_job_that_is_killed_before_it_begins_uses_its_node_hours(hostile):
     fake.begin = lambda job: None
     fake.turn()
     fake.sleep(30)
+    fake.turn()
     fake.end(fake.live()[0], "NODE_FAIL")
     assert fake.turn() == "run.limits.node_hours=8 allows none"
+
+
+def test_a_job_that_only_waited_uses_no_node_hours(hostile):
+    """The user cancelled it; the queue has forgotten it."""
+    fake = hostile(JobLimits(node_hours=8.0))
+    fake.idle = lambda: 0
+    fake.turn()
+    fake.sleep(HOUR)
+    (job,) = fake.jobs.values()
+    fake.jobs.clear()
+    assert fake.turn() == "" and [new.nodes for new in fake.live()] == [job.nodes]
 
 
 def test_a_job_that_starts_while_it_is_cancelled_keeps_its_place(hostile):
@@ -150,6 +200,7 @@ def test_a_new_job_waits_for_ranks_and_not_for_nodes(hostile, is_noted, state, b
     fake = hostile(JobLimits(jobs=2))
     first, successor = two_jobs(fake)
     if is_noted:
+        fake.monkeypatch.setenv("SLURM_JOB_ID", first.id)
         turns.end_job(fake.directory, first.number, 90, 0)
     first.state, first.is_training, first.has_steps = state, busy == "is_training", busy == "has_steps"
     fake.later(30, lambda: setattr(first, busy or "has_steps", False))
