@@ -26,6 +26,7 @@ from launch.elastic_files import Board, ElasticGeneration, Lease, exit_code
 from launch.elastic_jobs import Jobs
 from launch.elastic_ranks import NodeRanks
 from launch.layouts import layouts_of
+from launch.slurm import GIVEN
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
 from rl.config.options import ConfigError
@@ -419,7 +420,7 @@ def _environment(at: ElasticGeneration, place: int, rank: int, local: int) -> di
 
     place: index of this node among the members. rank: global rank. local: index of the rank on its node.
     """
-    own = ("MASTER_PORT", "RANK", "WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_HET_SIZE")
+    own = ("MASTER_PORT", "RANK", "WORLD_SIZE", "SLURM_CPUS_PER_TASK", "SLURM_HET_SIZE", GIVEN)
     return {name: value for name, value in os.environ.items() if name not in own} | {
         "LOCKSTEP_GENERATION": str(at.number),
         "SLURM_JOB_ID": at.members[0].job or "0",

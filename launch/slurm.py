@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 TIMEOUT_S = 60
@@ -58,8 +59,9 @@ def _environment(command: str) -> dict[str, str]:
     """Return the environment of a command. Local times would be ambiguous when summer time ends."""
     found = dict(os.environ)
     if command == "sbatch" and GIVEN in found:
-        lines = os.fsdecode(Path(found[GIVEN]).read_bytes()).split("\0")
-        found = dict(line.split("=", 1) for line in lines if "=" in line)
+        with suppress(OSError):  # a container may lack the file
+            lines = os.fsdecode(Path(found[GIVEN]).read_bytes()).split("\0")
+            found = dict(line.split("=", 1) for line in lines if "=" in line)
     kept = {k: v for k, v in found.items() if not k.startswith(OWN_VARIABLES) or k == "SLURM_CONF"}
     return kept | ({"TZ": "UTC"} if command == "squeue" else {})
 

@@ -25,6 +25,7 @@ SHELL = [
 SRUN = """#!/bin/bash
 printf '%s\\0' "$@" >"$FAKE/srun.$(ls "$FAKE" | grep -c srun)"
 env >"$FAKE/env"
+if [ -n "$LOCKSTEP_GIVEN" ]; then cp -p "$LOCKSTEP_GIVEN" "$FAKE/given"; fi
 if [ "$SRUN_EXIT" != 0 ]; then echo "srun: error: n2: task 3: Exited with exit code $SRUN_EXIT" >&2; fi
 (ulimit -c; ulimit -n; ulimit -H -n) >"$FAKE/limits"
 if [ -n "$AT_STEP" ]; then
@@ -158,10 +159,10 @@ def test_an_agent_per_node_starts_the_ranks_of_an_elastic_run(site):
     join = job.env["LOCKSTEP_JOIN"].split()
     own = "--no-requeue --job-name=elastic-join --gpus-per-node=8 --ntasks-per-node=8 --partition=gpu"
     assert set(own.split()) <= set(join) and join[-2:] == words.split()[1:]
-    given = site / "work" / "elastic-4711.ranks" / "given"  # the environment of the job that brings nodes
+    given = job.fake / "given"  # the environment of the job that brings nodes
     names = {line.partition("=")[0] for line in given.read_text().split("\0")}
     assert {"PATH", "LOCKSTEP_ROOT"} <= names and not {"MASTER_ADDR", "LOCKSTEP_CACHE"} & names
-    assert given.stat().st_mode & 0o77 == 0
+    assert given.stat().st_mode & 0o77 == 0 and not os.path.exists(job.env["LOCKSTEP_GIVEN"])
 
 
 @pytest.mark.parametrize("nodes, gpus", [(64, 8), (128, 4), (1, 1)])

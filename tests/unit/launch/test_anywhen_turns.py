@@ -76,7 +76,7 @@ def test_no_job_exceeds_what_its_partition_allows(hostile, is_full):
 @pytest.mark.parametrize("most", [1, 2])
 def test_no_job_has_more_nodes_than_its_partition_allows(hostile, most):
     fake = hostile(JobLimits(jobs=4))
-    fake.widest = most
+    fake._sinfo, fake.widest = lambda *_: "", most
     first, _ = two_jobs(fake)
     fake.sleep(300)
     before = fake.tests
@@ -89,7 +89,7 @@ def test_slurm_is_asked_about_few_of_many_sizes(hostile):
     """A job of the largest size that the partition allows waits for its turn."""
     fake = hostile(JobLimits(jobs=4))
     resubmit(fake, *range(1, 65))
-    fake.widest = 6
+    fake._sinfo, fake.widest = lambda *_: "", 6
     fake.idle = lambda: 0
     fake.turn()
     assert [job.nodes for job in fake.live()] == [6] and fake.tests <= 12

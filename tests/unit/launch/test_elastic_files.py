@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from launch import elastic
 from launch.elastic_files import Board, ElasticGeneration, Lease, exit_code
+from launch.slurm import GIVEN
 from rl.config.checks import check
 from rl.config.options import ConfigError
 from rl.config.schema import load_config
@@ -19,6 +21,12 @@ from rl.dry_run.layouts import fastest, find_layout
 from tests.spawn import ROOT
 
 NODE1, NODE2 = (Lease(f"node{n}-1", f"node{n}", f"node{n}", 2, "7", "c0", n) for n in (1, 2))
+
+
+def test_the_ranks_do_not_get_the_jobs_environment(monkeypatch):
+    """It may hold tokens; only the agent submits jobs."""
+    monkeypatch.setenv(GIVEN, "given")
+    assert GIVEN not in elastic._environment(ElasticGeneration(1, [NODE1]), 0, 0, 0)
 
 
 def test_a_node_lives_while_its_lease_changes(tmp_path):

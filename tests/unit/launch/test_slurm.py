@@ -55,6 +55,8 @@ def test_a_job_inherits_what_the_job_that_submits_it_was_given(play, monkeypatch
     assert slurm.submit("job.sbatch") == "17"
     passed = (tmp_path / "passed").read_text()
     assert "TOKEN=a=b\nc\n" in passed and "MASTER_ADDR" not in passed and "SLURM_JOB_ID" not in passed
+    monkeypatch.setenv(slurm.GIVEN, str(tmp_path / "missing"))  # as in a container
+    assert slurm.submit("job.sbatch") == "17"
     play("squeue", "echo $MASTER_ADDR $TZ")
     assert slurm.run("squeue") == "n1-ib0 UTC\n"
 
