@@ -63,7 +63,7 @@ class HostileSlurm:
     def __init__(self, directory: Path, limits: JobLimits, seed: int = 0, faults: float = 0.0):
         self.directory, self.limits = directory / "anywhen", limits
         self.rng, self.faults = random.Random(seed), faults
-        self.now = self.ahead = 0.0
+        self.now = self.ahead = self.ahead_then = 0.0  # ahead_then: at the last request
         self.events: list[tuple[float, int, Callable[[], object]]] = []
         self.count = itertools.count(1)
         self.jobs: dict[str, FakeJob] = {}
@@ -170,8 +170,10 @@ class HostileSlurm:
             if size[0] > self.widest:
                 raise slurm.SlurmError("allocation failure: Requested node configuration is not available")
             return ""
-        assert all(self.now - at >= TURN_S - 1 for at in self.requests[-1:]), "a storm of requests"
+        pauses = [self.now - at for at in self.requests[-1:] if self.ahead == self.ahead_then]
+        assert all(pause >= TURN_S - 1 for pause in pauses), "a storm of requests"
         self.requests.append(self.now)
+        self.ahead_then = self.ahead
         after = words.get("dependency", "").rpartition(":")[2]
         job = FakeJob(str(100 + len(self.requests)), words["job-name"], *size, after)
         kind = self.rng.choice(["refuse", "hang", "late", "garbage", "banner"]) if broken else ""
