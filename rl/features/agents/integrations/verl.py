@@ -44,9 +44,9 @@ def load(kind: str, config: str) -> Any:
 
 
 @functools.cache
-def log_first(name: str, error: type[Exception]) -> None:
+def log_first(name: str, error: str) -> None:
     """Log the error that is being handled, once for each tool, because only the policy reads it."""
-    logging.getLogger(__name__).warning(f"the first {error.__name__} of verl's tool {name}", exc_info=True)
+    logging.getLogger(__name__).warning(f"the first {error} of verl's tool {name}", exc_info=True)
 
 
 class Tools:
@@ -88,7 +88,7 @@ class Tools:
                 await tool.release(instance)
         except Exception as error:
             if name in self._tools:
-                log_first(name, type(error))
+                log_first(name, type(error).__name__)
             return f"Error when executing tool: {error}"
         if getattr(response, "video", None):
             raise NotImplementedError(f"verl's tool {name} returned a video; it may return text and images")
