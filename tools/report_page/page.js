@@ -75,7 +75,7 @@ function smooth(values, weight) {  // an exponential moving average without bias
     if (value === null || value === undefined) return null;
     mean = weight * mean + (1 - weight) * value;
     norm = weight * norm + (1 - weight);
-    return mean / norm;
+    return Number((mean / norm).toPrecision(7));  // else a constant metric shows its rounding errors
   });
 }
 function xOf(run) {
@@ -329,8 +329,9 @@ function describeToken(event) {
 function drawTables() {
   const names = data.runs.map((run) => run.name), facts = [...new Set(data.runs.flatMap((run) => Object.keys(run.summary)))];
   $("summary-table").append(table(["", ...names], facts.map((fact) => [fact, ...data.runs.map((run) => run.summary[fact] ?? "-")])));
-  const events = data.runs.flatMap((run) => run.events.map((e) => [run.name, e.time, e.step, e.kind, e.text]));
-  $("events").append(table(["run", "time", "step", "event", ""], events));
+  const own = data.runs.length > 1 ? ["run"] : [];  // a column of one name would take a phone's width
+  const events = data.runs.flatMap((run) => run.events.map((e) => [...own.map(() => run.name), e.time, e.step, e.kind, e.text]));
+  $("events").append(table([...own, "time", "step", "event", ""], events));
   drawConfig();
 }
 function drawConfig() {
