@@ -63,7 +63,9 @@ class Job:
         self.fake, self.work = site / "fake", site / "work"
         for old in self.fake.iterdir():
             old.unlink()
-        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "SBATCH"))}
+        outside = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "SBATCH", "MASTER"))
+        }
         slurm = dict(
             SLURM_JOB_ID="4711",
             SLURM_JOB_NAME=file,

@@ -62,7 +62,9 @@ class Scheduler:
         (directory / "hosts").write_text("127.0.0.1\nlocalhost\nlocalhost\n")
 
     def start(self, *overrides: str, file: Path | None = None, **more: str) -> subprocess.Popen:
-        outside = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "RANK"))}
+        outside = {
+            k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "LOCKSTEP", "RANK", "MASTER"))
+        }
         hosts, here = str(self.directory / "hosts"), str(self.directory)
         of_scheduler = {
             "pbs": dict(PBS_JOBID="17.server", PBS_JOBNAME="my-run", PBS_NODEFILE=hosts, PBS_O_WORKDIR=here),
