@@ -25,7 +25,7 @@ def test_every_form_of_sbatch_is_read(text, seconds):
 
 @pytest.mark.parametrize("text", ["4h", "1:2:3:4", "-1", "1.5", "", "1-", "12:", " 5", "0", "0:00:00"])
 def test_anything_else_is_refused(text):
-    with pytest.raises(ValueError, match="3:50:00|must be positive"):
+    with pytest.raises(ValueError, match=r"\d:\d0:00|must be positive"):
         seconds_of(text)
 
 
