@@ -112,12 +112,11 @@ def way_to_name(word: str, *, has_config: bool) -> str:
 
 def _way_to_run(path: Path, word: str, has_config: bool) -> str:
     """Return how to name a directory with a config.yaml: a checkpoint's, or a run's."""
-    own = "" if has_config else f"--config {path / 'config.yaml'}"
+    config = "" if has_config else f"--config {path / 'config.yaml'}"
     if (path / "checkpoint.json").is_file():
-        return f"'{word}' is a checkpoint, not key=value; write {own} checkpoint.resume={word}".replace(
-            "  ", " "
-        )
-    return f"'{word}' is the directory of a run, not key=value; write {own or f'run.dir={word}'}"
+        words = f"{config} checkpoint.resume={word}".lstrip()
+        return f"'{word}' is a checkpoint, not key=value; write {words}"
+    return f"'{word}' is the directory of a run, not key=value; write {config or f'run.dir={word}'}"
 
 
 def make_parser(description: str | None, **options: Any) -> Parser:

@@ -77,7 +77,7 @@ def test_a_call_has_its_own_instance_and_its_errors_are_read(registries, caplog)
     assert call(answer="5") == f"{10 * 'w'}...(truncated)...{10 * 'w'}"
     assert call() == "Error when executing tool: 'answer'" and registries.live == {}
     assert call(answer="4", image=["a", None]) == {"text": "right", "image": ["a"]}
-    with pytest.raises(NotImplementedError, match="check returned a video"):
+    with pytest.raises(ValueError, match="check returned a video"):
         call(answer="4", video=["a"])
     assert call() and caplog.messages == ["the first KeyError of verl's tool check"]
     tools.reset(ROW | {"extra_info": {"tool_selection": ["other"]}})

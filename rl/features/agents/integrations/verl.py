@@ -91,7 +91,7 @@ class Tools:
                 log_first(name, type(error).__name__)
             return f"Error when executing tool: {error}"
         if getattr(response, "video", None):
-            raise NotImplementedError(f"verl's tool {name} returned a video; it may return text and images")
+            raise ValueError(f"verl's tool {name} returned a video; it may return text and images")
         text = self._shortened(response.text or "")
         images = [image for image in response.image or [] if image is not None]
         return {"text": text, "image": images} if images else text
