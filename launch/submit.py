@@ -2,7 +2,7 @@
 
 The command writes the batch file RUN_DIR/launch/job.sbatch (or .pbs, .lsf, .flux), prints an estimate of
 memory and time and the GPU-hours, and submits the file. With --dry-run it does not submit the file, but
-prints it with the resolved config and the whole estimate. With --anywhen the run becomes several jobs that
+prints it with the config and the whole estimate. With --anywhen the run becomes several jobs that
 start now (docs/slurm.md).
 """
 
@@ -20,7 +20,7 @@ from rl.config.command_line import add_config, make_parser
 from rl.config.elastic import JobLimits
 from rl.config.named_paths import absent_paths
 from rl.config.options import to_yaml
-from rl.config.schema import FIRST_KEYS, Config, load_config
+from rl.config.schema import FIRST_KEYS, Config, changed, load_config
 from rl.dry_run.changes import cheapest_change
 from rl.dry_run.estimate import estimate
 from rl.dry_run.hardware import Hardware
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
     file.write_text(text)
     print(f"# {file}")
     if arguments.dry_run:
-        print(f"{text}\n# resolved config\n{to_yaml(config)}")
+        print(f"{text}\n# the config, without defaults\n{to_yaml(changed(config))}")
     fits = print_estimate(config, resources, whole=arguments.dry_run)
     if not fits and not arguments.force:
         print("not submitted: it does not fit; --force submits it", file=sys.stderr)

@@ -12,7 +12,6 @@ weight of the architecture in its shape, the saved checkpoint loads, and the mod
                    Licence of both: Apache-2.0
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -26,6 +25,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import is_gguf_available
 from transformers.utils import logging as transformers_logging
+
+from rl.config.command_line import make_parser
 
 QUESTION = "What is the capital of France?"
 """Question that the model answers greedily before it is saved."""
@@ -189,9 +190,7 @@ def get_model(name: str | None, gguf: Path | None, out: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = make_parser(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("name", nargs="?", choices=tuple(MODELS), metavar="NAME", help=", ".join(MODELS))
     what.add_argument("--gguf", type=Path, help="a GGUF file of any architecture that transformers reads")

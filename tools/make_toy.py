@@ -17,7 +17,6 @@ right, so RL has no reward to learn from: run configs/quickstart_sft.yaml first,
 exports (runs/quickstart-sft/hf). Equal arguments give equal files; nothing is downloaded.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
+
+from rl.config.command_line import make_parser
 
 NUM_HELD_OUT = 500
 MAX_LENGTH = 1024
@@ -222,9 +223,7 @@ def make_toy(out: str | Path, *, seed: int = 0, **sizes: Any) -> Path:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--out", required=True, help="directory to write to")
     add("--seed", type=int, default=0, help="seed of the held-out problems and the weights")

@@ -165,10 +165,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments.overrides = [word for word in words if "=" in word]
     if not arguments.config:
         parser.error("CONFIG, the YAML file of the run, is missing")
-    if arguments.gpus < 1 or arguments.gpus_per_node < 1:
-        parser.error(
-            f"--gpus={arguments.gpus} and --gpus-per-node={arguments.gpus_per_node} must be at least 1"
-        )
+    for option, count in (("--gpus", arguments.gpus), ("--gpus-per-node", arguments.gpus_per_node)):
+        if count < 1:
+            parser.error(f"{option} is {count}, but must be at least 1")
     return arguments
 
 

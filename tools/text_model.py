@@ -7,7 +7,6 @@ becomes a tensor of its own; the published files hold a layer's experts as one. 
 result with the classes Qwen3_5ForCausalLM and Qwen3_5MoeForCausalLM. Needs the memory of a file of 4 GiB.
 """
 
-import argparse
 import json
 import shutil
 import sys
@@ -18,6 +17,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rl.config.command_line import make_parser
+
 PREFIX = "model.language_model."
 CLASSES = {f"Qwen3_5{kind}ForConditionalGeneration": f"Qwen3_5{kind}ForCausalLM" for kind in ("", "Moe")}
 MAX_FILE_BYTES = 4 << 30
@@ -26,9 +27,7 @@ COPIED = ("*token*", "vocab*", "merges.txt", "*.jinja", "generation_config.json"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, help="directory of the published checkpoint")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; it must not exist")
     options = parser.parse_args(arguments)

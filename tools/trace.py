@@ -75,6 +75,7 @@ def main(argv: list[str] | None = None) -> int:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about(records)}, file)
         print(f"step {step}: {target}, {len(records)} ranks; {about(records)['clocks']}")
         print(aligned(table(records)))
+    print("https://ui.perfetto.dev opens these files")
     return 0
 
 

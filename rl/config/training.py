@@ -14,7 +14,7 @@ class Optimizer:
     min_lr: Annotated[float, NOT_NEGATIVE] = 0.0
     """Learning rate that the decay reaches one step after the last."""
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up of the learning rate, from 0 to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay from `lr` to `min_lr` over `run.max_steps`, after the warm-up."""
     beta1: Annotated[float, BELOW_ONE] = 0.9

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl.models.json_files import refuse_pointer
+from rl.models.json_files import refuse_pointer, similar_beside
 
 log = logging.getLogger(__name__)
 
@@ -242,7 +242,8 @@ def _check_kind(path: Path, name: str) -> None:
                 f", or download the data set (hf download {path} --repo-type dataset --local-dir DIR) and "
                 "name its files"
             )
-        raise ValueError(f"{name} does not exist (working directory {Path.cwd()}); {remedy}.")
+        remedy = similar_beside(path) or f"{remedy}."
+        raise ValueError(f"{name} does not exist (working directory {Path.cwd()}); {remedy}")
     elif path.suffix not in _READERS:
         raise ValueError(
             f"{name} ends in {path.suffix!r}, but must be .parquet, .jsonl, .json, .arrow, or a "

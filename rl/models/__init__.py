@@ -32,7 +32,7 @@ from rl.models import (
     seed_oss,
     smollm3,
 )
-from rl.models.json_files import read_object
+from rl.models.json_files import read_object, similar_beside
 from rl.models.layer_form import LayerForm
 from rl.models.layout import REPLICATED, VOCAB, Weight
 
@@ -140,11 +140,12 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
                 f"{key}={directory} is a file, but must be the directory of a Hugging Face checkpoint (for a "
                 "GGUF file, lockstep model --gguf FILE --out DIR makes one)."
             )
-        raise ValueError(
-            f"{key}={directory} is not a directory; download the checkpoint first "
+        remedy = similar_beside(path.parent) or (
+            "download the checkpoint first "
             f"(hf download {directory if directory.count('/') == 1 else 'NAME'} --local-dir DIR) and set "
             f"{key}=DIR."
         )
+        raise ValueError(f"{key}={directory} is not a directory; {remedy}")
     return merged(read_object(path))
 
 

@@ -5,6 +5,8 @@ and no key.
 """
 
 import contextlib
+import difflib
+import itertools
 import json
 import math
 import os
@@ -117,6 +119,15 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; copy it again.") from error
+
+
+def similar_beside(path: Path) -> str:
+    """Return "did you mean ...?" for a missing path if its directory has a similar name, else ""."""
+    entries: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(path.parent) as found:
+        entries = [entry.name for entry in itertools.islice(found, 10_000)]
+    near = difflib.get_close_matches(path.name, entries, 1)
+    return f"did you mean {path.with_name(near[0])}?" if near else ""
 
 
 def refuse_pointer(path: Path) -> None:

@@ -96,10 +96,13 @@ def test_nothing_learns_and_a_wrong_path_is_refused(trained):
     assert "is neither a checkpoint nor the directory of a run" in failure.value.stderr[0]
 
 
-def test_a_run_without_checkpoints_and_a_table_without_votes_are_named(trained, tmp_path):
+def test_a_run_without_checkpoints_is_refused_and_a_table_without_votes_says_why(trained, tmp_path):
     config, _ = trained
     small = "validation.max_prompts=2", "validation.samples_per_prompt=2", "validation.greedy=false"
     arguments = ("--config", config, EVALUATE, f"run.dir={tmp_path}/misspelt", *small)
-    [said] = run_ranks(1, TRAIN, *arguments, timeout=200, with_stderr=True)
-    assert f"run.dir={tmp_path}/misspelt has no checkpoint, so model.path=" in said
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(1, TRAIN, *arguments, timeout=200)
+    assert f"run.dir={tmp_path}/misspelt has no checkpoint to evaluate" in failure.value.stderr[0]
+    never = "checkpoint.resume=never"
+    [said] = run_ranks(1, TRAIN, *arguments, never, timeout=200, with_stderr=True)
     assert "no maj@k, because the reward returns no answer" in said

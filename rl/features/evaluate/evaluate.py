@@ -2,8 +2,8 @@
 
     srun lockstep train --config my.yaml run.mode=evaluate
 
-`checkpoint.resume` says what is measured. auto: all checkpoints of `run.dir`, or the model if there are none.
-never: the model in `model.path`. A path: that checkpoint, or all checkpoints of that run directory.
+`checkpoint.resume` says what is measured. auto: all checkpoints of `run.dir`. never: the model in
+`model.path`. A path: that checkpoint, or all checkpoints of that run directory.
 
 All ranks and engines work. No optimizer and no gradient buffer is built. The results are in `<run.dir>-eval`:
 `evaluation.json`, `metrics.jsonl` with the step of each checkpoint, and the samples in `validation/`. After a
@@ -35,7 +35,12 @@ VALIDATION = "val-core/", "val-aux/", "val/"
 
 
 class Evaluation(TrainingLoop):
-    """Measures each checkpoint that the config names, in order, or the model if it names none."""
+    """Measures each checkpoint that the config names, in order, or the model."""
+
+    @classmethod
+    def check(cls, config: Config) -> None:
+        """Raise ConfigError if there is no checkpoint to measure."""
+        targets(config)
 
     @classmethod
     def prepare(cls, config: Config, inputs: Inputs, step: StepRecord) -> None:
@@ -78,16 +83,9 @@ class Evaluation(TrainingLoop):
 
     def _load(self, store: CheckpointStore, result: CheckpointMetrics) -> None:
         """Give the policy the weights of a checkpoint."""
-        policy, model = self._phases.engines.policy, self._config.model.path
-        if result.path == model:
+        policy = self._phases.engines.policy
+        if result.path == self._config.model.path:
             check_loaded("policy", policy)
-            if self._config.checkpoint.resume == "auto":
-                own = self._config.run.dir.removesuffix(SUFFIXES["evaluate"])
-                self._phases.step.progress.line(
-                    f"warning: run.dir={own} has no checkpoint, so model.path={model} is measured; to "
-                    "measure a run correct run.dir or run.name, to measure the model set "
-                    "checkpoint.resume=never."
-                )
             return
         saved = store.named(result.path)
         self._phases.memory.to_training()
@@ -119,29 +117,32 @@ class Evaluation(TrainingLoop):
 
 
 def targets(config: Config) -> list[CheckpointMetrics]:
-    """Return what is to be measured: the checkpoints, or the model if there is none. Not collective."""
-    found = [
+    """Return what is to be measured, oldest first. Not collective. Raises ConfigError if it is absent."""
+    if config.checkpoint.resume == "never":
+        return [CheckpointMetrics(config.model.path, 0, 0)]
+    return [
         CheckpointMetrics(str(each.path), each.step, zlib.crc32((each.path / MANIFEST).read_bytes()))
         for each in checkpoints(config)
     ]
-    return found or [CheckpointMetrics(config.model.path, 0, 0)]
 
 
 def checkpoints(config: Config) -> list[Saved]:
     """Return the checkpoints that checkpoint.resume names, oldest first. Not collective.
 
-    auto: those of the run, none if it has none; never: none; a path: a checkpoint, or all of a run directory.
-    Raises ConfigError for a path without checkpoints.
+    auto: all of the run; a path: a checkpoint, or all of a run directory. Raises ConfigError for none.
     """
     resume = config.checkpoint.resume
-    if resume == "never":
-        return []
     own = config.run.dir.removesuffix(SUFFIXES["evaluate"])
     directory = Path(own if resume == "auto" else resume)
     if (directory / MANIFEST).exists():
         return [Saved(int(directory.name.removeprefix("step_")), directory)]
     found = complete(directory / "checkpoints")
-    if not found and resume != "auto":
+    if not found and resume == "auto":
+        raise ConfigError(
+            f"run.dir={own} has no checkpoint to evaluate; correct run.dir or run.name, or set "
+            "checkpoint.resume=never to evaluate model.path."
+        )
+    if not found:
         raise ConfigError(
             f"checkpoint.resume={resume} is neither a checkpoint nor the directory of a run with one; name "
             "either, or use never to evaluate model.path."
