@@ -42,6 +42,7 @@ def install() -> None:
     _keep_weights_alive()
     _keep_experts_alive()
     _choose_from_one_group()
+    _rotate_heads()
     _shared_memory_names_of_this_job()
 
 
@@ -135,6 +136,22 @@ def _choose_from_one_group() -> None:
             self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
 
     replace_attribute(CPURouter, "__init__", build_with_group)
+
+
+def _rotate_heads() -> None:
+    """Give vLLM's rotary kernel heads side by side; of queries [T, heads, d] it rotates other rows (LFM2)."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotate_flat(
+        self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        flat = None if key is None else key.flatten(1)
+        queries, keys = rotate(self, positions, query.flatten(1), flat)
+        return queries.view_as(query), None if keys is None or key is None else keys.view_as(key)
+
+    replace_attribute(RotaryEmbedding, "forward_cpu", rotate_flat)
 
 
 def _silu(x: Tensor) -> Tensor:
