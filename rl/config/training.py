@@ -53,8 +53,9 @@ class Training:
     """Layers of the model in training: Megatron's, or those of its class in transformers. auto: Megatron's
     for the architectures that docs/models.md lists, else the class."""
     shard: Annotated[int, NOT_NEGATIVE] = 0
-    """backend=transformers: ranks that together hold one copy of weights, gradients and optimizer state. A
-    layer is whole only while it computes. 0: all ranks of a node."""
+    """backend=transformers: ranks that together hold one copy of weights, gradients and optimizer state. With
+    several, a layer is whole only while it computes. 0: 1 if the run's models have at most 0.54 billion
+    parameters, else all ranks of a node."""
     tp: Annotated[int, AT_LEAST_ONE] = 1
     """Tensor parallel size of the training grid."""
     pp: Annotated[int, AT_LEAST_ONE] = 1

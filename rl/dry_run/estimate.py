@@ -151,7 +151,7 @@ def _estimate(
 ) -> Estimate:
     check_layouts(config, world_size, models)
     config = with_actual_rows(config, models["policy"], hardware)
-    layout = layout_of(config, world_size, hardware.ranks_per_node)
+    layout = layout_of(config, world_size, hardware.ranks_per_node, models)
     memory = estimate_memory(config, world_size, models, hardware, points=points)
     refit = None
     if plan and needs_engine(config):

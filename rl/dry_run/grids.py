@@ -1,12 +1,13 @@
 """The grids of a run: the parallel sizes of training and generation, and where weights are."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rl.config.features import CLASS, is_on
 from rl.config.role_checks import role_ranks
 from rl.config.schema import Config
 from rl.dry_run.shape import ModelShape
+from rl.models import by_class
 from rl.models.placement import RolloutPlacement, TrainingPlacement
 
 
@@ -88,10 +89,14 @@ class Layout:
         )
 
 
-def layout_of(config: Config, world_size: int, ranks_per_node: int) -> Layout:
-    """Return the grids of the config on that number of ranks."""
+def layout_of(
+    config: Config, world_size: int, ranks_per_node: int, models: Mapping[str, ModelShape]
+) -> Layout:
+    """Return the grids of the config on that number of ranks. models: of the run."""
     t = config.training
     train, rollout = map(len, role_ranks(config, world_size))
     grids = t.tp, t.pp, t.cp, t.ep, t.expert_tp, config.rollout.tp, config.rollout.ep
-    shard = t.shard or math.gcd(train, ranks_per_node) if is_on(config, CLASS) else 1
+    shard = by_class.ranks_per_copy(
+        t.shard, (model.hf for model in models.values()), math.gcd(train, ranks_per_node)
+    )
     return Layout(world_size, train, rollout, *grids, t.sequence_parallel, vpp=t.vpp, shard=shard)

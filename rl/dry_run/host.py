@@ -27,7 +27,8 @@ def memory_warning(config: Config, ranks: Ranks, available: float) -> str:
     """
     try:
         models, _ = models_of(config)
-        layout, local = layout_of(config, ranks.world_size, ranks.local_world_size), ranks.local_world_size
+        local = ranks.local_world_size
+        layout = layout_of(config, ranks.world_size, local, models)
         hardware = Hardware(host_memory_gib=available / GIB, ranks_per_node=local)
 
         def needed(tokens: int) -> float:

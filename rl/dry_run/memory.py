@@ -241,7 +241,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the memory of a run with a valid layout. points: number of adapters on the same base."""
     config = with_actual_rows(config, models["policy"], hardware)
-    layout = layout_of(config, world_size, hardware.ranks_per_node)
+    layout = layout_of(config, world_size, hardware.ranks_per_node, models)
     itemsize = ITEMSIZE[config.model.dtype]
     on_grid = {name: model for name, model in models.items() if model.run.on_training_grid}
     counts, frozen = {}, {}

@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,6 +47,8 @@ BOUNDED_STEPS = ("nemotron_h", "zamba2")
 """Types whose states take time steps of at least time_step_min in transformers, but not in vLLM, nor in the
 models' training."""
 ACTIVATIONS = ("hidden_act", "hidden_activation")
+WHOLE = 2**29
+"""Largest number of parameters of a run's models with which `training.shard` is 1 by default."""
 SPLIT_BY_COLUMNS = ("o_proj", "down_proj")
 
 
@@ -211,6 +213,15 @@ def packs(hf: dict) -> bool:
     kinds = {*(getattr(model.config, "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
     mixes = any(tensor.dim() > 2 and ".experts." not in name for name, tensor in model.named_parameters())
     return model._supports_attention_backend and not (kinds or mixes or hf.get("attention_chunk_size"))
+
+
+def ranks_per_copy(shard: int, models: Iterable[dict], together: int) -> int:
+    """Return how many ranks hold one copy of the weights of models that their classes compute.
+
+    shard: `training.shard`. models: configs of the run's models. together: training ranks of a node.
+    """
+    sizes = (own.numel() for hf in models if MARK in hf for own in on_meta(hf).parameters())
+    return shard or (1 if sum(sizes) <= WHOLE else together)
 
 
 def megatron_config(hf: dict) -> dict:

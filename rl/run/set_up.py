@@ -139,7 +139,8 @@ def make_grid(config: Config, inputs: Inputs, device: Device) -> Grid:
     layout, etp = config.training, config.training.expert_tp
     models = [files.hf for files in inputs.models.values()]
     if (copies := wing.door(config, "copies")) is not None:
-        etp = copies(config)  # the ranks of a copy take the place of a tensor parallel group of experts
+        # The ranks of a copy take the place of a tensor parallel group of experts.
+        etp = copies(config, models)
     grid = build_grid(
         tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=etp, vpp=layout.vpp, seed=config.run.seed
     )

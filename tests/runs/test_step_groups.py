@@ -47,8 +47,9 @@ PROGRAM = """
         used = [group.size() > 1 and after[group] > calls for group, calls in before.items()]
         found["used"] = [number for number, is_used in enumerate(used) if is_used]
         found["names"] = [group.group_desc for group in before]
-        layout = layout_of(config, dist.get_world_size(), dist.get_world_size())
-        found["counted"] = num_training_groups(config, layout, models_of(config)[0])
+        models, _ = models_of(config)
+        layout = layout_of(config, dist.get_world_size(), dist.get_world_size(), models)
+        found["counted"] = num_training_groups(config, layout, models)
         print(json.dumps(found), flush=True)
         return code
 
@@ -66,7 +67,7 @@ LAYOUTS = {
     "tp, ep, dp": (*EXPERTS, "training.tp=2", "training.ep=2", "rollout.tp=2"),
     "tp, cp, ep": (*EXPERTS, "training.tp=2", "training.cp=2", "training.ep=2", "rollout.tp=2"),
     "copies on two ranks": ("training.backend=transformers", "training.shard=2"),
-    "copies on four ranks": ("training.backend=transformers",),
+    "copies on four ranks": ("training.backend=transformers", "training.shard=4"),
     "tp, pp, vpp, ep, critic": (
         *EXPERTS,
         *("training.tp=2", "training.pp=2", "training.vpp=2", "training.ep=2", "algorithm=ppo"),

@@ -71,8 +71,7 @@ class ByClass(TrainerPart):
                     f"{worst:.2g}{error}), because it changes logits, or mixes tokens, in a way of its own",
                 )
         log.info(
-            "training.backend=transformers: the model trains as its class %s; %d ranks hold each copy of its "
-            "weights, gradients and optimizer state%s",
+            "training.backend=transformers: the model trains as its class %s; training.shard is %d%s",
             name,
             engine.grid.etp,
             ""

@@ -9,7 +9,7 @@ torch's `fully_shard` does, whose own shards, gradients and optimizer would need
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import gcd
 from typing import Any, NamedTuple
@@ -23,17 +23,16 @@ from torch.nn import Module, Parameter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rl.config.schema import Config
+from rl.models import by_class
 from rl.runtime.collectives import gather_objects
 from rl.training.gradients import WrongReduction
 from rl.training.weights import sharded
 
 
-def ranks_per_copy(config: Config) -> int:
-    """Return how many ranks hold one copy of the weights: `training.shard`, or all ranks of a node.
-
-    Collective over the world.
-    """
-    return config.training.shard or gcd(*Counter(gather_objects(socket.gethostname())).values())
+def ranks_per_copy(config: Config, models: Iterable[dict]) -> int:
+    """Return `rl.models.by_class.ranks_per_copy` for a config. Collective over the world."""
+    together = gcd(*Counter(gather_objects(socket.gethostname())).values())
+    return by_class.ranks_per_copy(config.training.shard, models, together)
 
 
 class Unit:

@@ -63,7 +63,7 @@ def test_counted_bytes_are_received_and_allocated(tmp_path, name):
         run_ranks(world_size, WORKER, checkpoint, tmp_path, TOKENS, *cases, timeout=300)
         for case in cases:
             config = config_of(checkpoint, case)
-            layout = layout_of(config, world_size, 8)
+            layout = layout_of(config, world_size, 8, {"policy": model})
             hardware = Hardware(expert_imbalance=1.0)
             memory = estimate_memory(config, world_size, {"policy": model}, hardware)
             for rank in range(world_size):

@@ -271,7 +271,7 @@ class TestMemory:
         # arXiv:2205.05198 counts, for a layer without dropout and with flash attention, inputs and outputs of
         # the products.
         some = found(GRPO, 8, "training.tp=1", "rollout.tp=1")
-        layout, model = layout_of(some.config, 8, 8), some.models["policy"]
+        layout, model = layout_of(some.config, 8, 8, some.models), some.models["policy"]
         hidden, ffn, query, pairs = 3584, 18944, 3584, 2 * 512
         products = (hidden + query + pairs) + (query + hidden) + (hidden + 2 * ffn) + (ffn + hidden)
         assert layer_elements(model, 0, layout, 1.0, 1.0) == products + (query + 512) + 2 * hidden

@@ -73,3 +73,13 @@ def test_models_that_cannot_agree_are_refused(change, words):
     hf = tiny_config("Olmo2ForCausalLM").to_dict() | change
     with pytest.raises(ValueError, match=words):
         by_class.check(by_class.described(hf))
+
+
+def test_only_large_models_are_divided_by_default(monkeypatch):
+    hf = by_class.described(tiny_config("LlamaForCausalLM").to_dict())
+    assert by_class.ranks_per_copy(0, [hf, hf], 4) == 1
+    monkeypatch.setattr(by_class, "WHOLE", sum(own.numel() for own in by_class.on_meta(hf).parameters()))
+    assert by_class.ranks_per_copy(0, [hf], 4) == 1
+    assert by_class.ranks_per_copy(0, [hf, hf], 4) == 4
+    assert by_class.ranks_per_copy(2, [hf, hf], 4) == 2
+    assert by_class.ranks_per_copy(0, [tiny_config("LlamaForCausalLM").to_dict()] * 2, 4) == 1
