@@ -6,9 +6,11 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
-from collections.abc import Iterable
-from contextlib import suppress
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 TIMEOUT_S = 60
@@ -66,16 +68,32 @@ def _environment(command: str) -> dict[str, str]:
     return kept | ({"TZ": "UTC"} if command == "squeue" else {})
 
 
-def table(columns: int, *command: str) -> list[list[str]]:
-    """Return the lines of a command's output, split at '|' into columns. Raises SlurmError."""
-    rows = [line.split("|", columns - 1) for line in run(*command).splitlines()]
-    for row in rows:
-        if len(row) != columns:
+def table(columns: str, *command: str) -> list[list[str]]:
+    """Return rows of columns, for example of "%i %T" for squeue. Raises SlurmError.
+
+    The names and reasons of jobs may have any characters, so the separators are new in each call.
+    """
+    mark, fields = uuid.uuid4().hex, columns.split()
+    between, end = f"|{mark}|", f"|{mark}."
+    *lines, rest = run(*command, "-o", between.join(fields) + end).split(f"{end}\n")
+    rows = [line.split(between) for line in lines]
+    for row in [*rows, [rest]] if rest.strip() else rows:
+        if len(row) != len(fields) or "\n" in row[0]:
             raise SlurmError(
-                f"{command[0]} printed {'|'.join(row)!r}, which has not {columns} columns; call Slurm's own "
-                f"{command[0]}, without a wrapper that prints more."
+                f"{command[0]} printed {'|'.join(row)!r}, which has not {len(fields)} columns; call Slurm's "
+                f"own {command[0]}, without a wrapper that prints more."
             )
     return rows
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Delay signals that would end this process, or its commands, until a job is submitted and noted."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
+    try:  # commands inherit the mask
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def submit(*words: str) -> str:
@@ -97,5 +115,5 @@ def states(jobs: Iterable[str]) -> dict[str, str]:
     if not ids or not available():
         return {}
     # Ask for all jobs of the user: squeue fails if it is asked for a job that it no longer knows.
-    found = dict(line.split() for line in run("squeue", "--me", "-h", "-r", "-o", "%i %T").splitlines())
-    return {job: state for job, state in found.items() if job in ids}
+    found = re.findall(r"^(\S+) (\S+)$", run("squeue", "--me", "-h", "-r", "-o", "%i %T"), re.MULTILINE)
+    return {job: state for job, state in found if job in ids}

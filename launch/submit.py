@@ -15,6 +15,7 @@ from launch.arguments import add_resources, as_typed, resources_of, warn
 from launch.batch_file import Resources
 from launch.runs import DIRECTORY, note_job
 from launch.schedulers import SCHEDULERS
+from launch.slurm import undisturbed
 from rl.config.checks import check
 from rl.config.command_line import add_config, make_parser
 from rl.config.elastic import JobLimits
@@ -70,8 +71,9 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         print(f"\nnot submitted (--dry-run); {scheduler.command(file)}")
         return 0
-    job = scheduler.submit(file, name=config.run.name)
-    note_job(directory, job)
+    with undisturbed():
+        job = scheduler.submit(file, name=config.run.name)
+        note_job(directory, job)
     print(f"\nsubmitted job {job}; lockstep status {shlex.quote(config.run.dir)}")
     return 0
 

@@ -27,6 +27,7 @@ from launch.batch_file import Resources
 from launch.points import SweepRun, make_points
 from launch.runs import DIRECTORY, SWEEP, UNFINISHED, note_job, noted_jobs, read_runs, read_sweep
 from launch.schedulers import SCHEDULERS
+from launch.slurm import undisturbed
 from launch.submit import print_estimate
 from rl.config.checks import check, check_directory_name
 from rl.config.command_line import make_parser
@@ -118,8 +119,9 @@ def main(argv: list[str]) -> int:
     if arguments.dry_run:
         print("\nnot submitted, and nothing is written (--dry-run)")
         return 0
-    job = scheduler.submit(file, name=sweep.name, tasks=array, at_a_time=at_a_time)
-    note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
+    with undisturbed():
+        job = scheduler.submit(file, name=sweep.name, tasks=array, at_a_time=at_a_time)
+        note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
     what = f"job {job} with {len(tasks)} points" if in_one_job else f"array {job} with {len(tasks)} tasks"
     print(f"\nsubmitted {what}; lockstep status {shlex.quote(str(directory))}")
     return 0

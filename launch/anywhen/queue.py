@@ -37,8 +37,8 @@ LOG = Path("/proc/self/fd/2")
 def jobs_of(plan: Plan) -> tuple[list[QueuedJob], list[tuple[str, int]]]:
     """Return the run's jobs in the queue, those that end included, and ids and numbers of cancelled ones."""
     own, queued, cancelled = plan.name.rpartition("-")[2], [], []
-    form = "%i|%T|%D|%l|%S|%r|%E|%j"
-    for row in slurm.table(8, "squeue", "--me", "--noconvert", "-h", "-t", "all", "-o", form):
+    columns = "%i %T %D %l %S %r %E %j"
+    for row in slurm.table(columns, "squeue", "--me", "--noconvert", "-h", "-t", "all"):
         job, state, nodes, limit, start, reason, after, name = row
         number = re.fullmatch(rf".*-{own}-(\d+)", name)  # run.name may have changed
         if number is None:
@@ -104,18 +104,17 @@ def has_steps(job: str, is_ending: bool) -> bool:
 def idle_nodes(plan: Plan) -> dict[str, list[float]]:
     """Return `idle` of the queue's view."""
     taken, idle = defaultdict[str, float](lambda: math.inf), defaultdict[str, list[float]](list)
-    for start, nodes in slurm.table(2, "squeue", "-h", "-t", "PD", "-o", "%S|%Y"):
+    for start, nodes in slurm.table("%S %Y", "squeue", "-h", "-t", "PD"):
         for node in expand_hostlist(nodes) if start != "N/A" else []:
             taken[node] = min(_unix(start) - time.time(), taken[node])
-    for name, node in slurm.table(2, "sinfo", "-N", "-h", "-t", "idle", "-o", "%P|%N"):
+    for name, node in slurm.table("%P %N", "sinfo", "-N", "-h", "-t", "idle"):
         idle[_partition(plan, name)].append(taken[node])
     return idle
 
 
 def longest_s(plan: Plan) -> dict[str, float]:
     """Return partition -> its maximum time limit in seconds."""
-    rows = slurm.table(2, "sinfo", "-h", "-o", "%P|%l")
-    return {_partition(plan, name): _seconds(limit) for name, limit in rows}
+    return {_partition(plan, p): _seconds(limit) for p, limit in slurm.table("%P %l", "sinfo", "-h")}
 
 
 def _partition(plan: Plan, name: str) -> str:
@@ -131,9 +130,9 @@ def accepts(plan: Plan, ask: JobRequest) -> bool:
     """
     try:
         slurm.run("sbatch", "--test-only", *_options(plan, ask, 0))
-    except slurm.SlurmError as error:
-        if isinstance(error, slurm.NoAnswer):
-            raise
+    except slurm.NoAnswer:
+        raise
+    except slurm.SlurmError:
         return False
     return True
 

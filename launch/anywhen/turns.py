@@ -23,7 +23,7 @@ from typing import TypeVar
 from launch import slurm
 from launch.anywhen import decision, queue, record
 from launch.anywhen.decision import JobRequest, Plan, QueuedJob, QueueView
-from launch.anywhen.record import LEAVES, note, records
+from launch.anywhen.record import LEAVES, JobRecord, note, records
 from launch.runs import DIRECTORY as LOGS
 from launch.runs import note_job
 
@@ -66,9 +66,9 @@ def turn(directory: Path, own: str = "") -> str:
         return ""
     if cancel and {job.id for job in queue.jobs_of(plan)[0]} & {job.id for job in cancel}:
         raise slurm.SlurmError("a job that was to make room has started; nothing is requested.")
-    job = queue.submit(plan, ask, number)
-    note(directory, number, "submitted", job=job)
-    note_job(directory.parent / LOGS, job)
+    with slurm.undisturbed():
+        job = queue.submit(plan, ask, number)
+        _note_submitted(directory, number, job)
     print(f"anywhen: job {job} asks for {ask.nodes} nodes for {ask.seconds / 3600:.2f} h", flush=True)
     return ""
 
@@ -81,22 +81,12 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
     """
     queued, cancelled = queue.jobs_of(plan)
     jobs, now = records(directory), time.time()  # after the queue, because they explain what it has
-    partitions = {job.number: job.asked.get("partition", "") for job in jobs}
-    unseen = {job.number for job in jobs if not job.begun and not job.started}
-    for number in unseen & {job.number for job in queued if job.started}:
-        note(directory, number, "started")
+    _note_seen(directory, jobs, queued)
     if own and own not in {job.id for job in queued}:
         raise slurm.SlurmError(f"squeue does not list job {own}, which runs; nothing is requested.")
-    for job in jobs:
-        names = [name for name, number in cancelled if number == job.number and job.job in (name, "")]
-        for name in [*names, *job.doubted.get("job", "").split()][:1]:
-            is_own = job.dropped and job.begun.get("time", 0.0) <= job.dropped["time"]
-            if not job.cancelled and not is_own:  # by the user or an administrator
-                job.doubted or note(directory, job.number, "doubted", job=name)
-                is_users = _is_cancelled_by_user(name, abs(now - job.doubted.get("time", now)))
-                if note(directory, job.number, "cancelled", by_user=is_users) and is_users:
-                    record.stop(directory, f"job {name} was cancelled")
+    _note_cancelled(directory, jobs, cancelled, now)
     _cancel(directory, unlaunched := [job for job in queued if job.held.startswith(queue.NO_LAUNCH)])
+    partitions = {job.number: job.asked.get("partition", "") for job in jobs}
     ended = {job.number for job in jobs if job.ended}
     ends = any(job.id == own and job.number in ended for job in queued)
     queued = [job for job in queued if job not in unlaunched and not (ends and job.id == own)]
@@ -124,6 +114,37 @@ def view(directory: Path, plan: Plan, own: str = "") -> QueueView:
         min(refused, 1) if ends else refused,
         functools.cache(lambda: _told(queue.longest_s, plan)),
     )
+
+
+def _note_seen(directory: Path, jobs: Sequence[JobRecord], queued: Sequence[QueuedJob]) -> None:
+    """Note jobs in the queue that sbatch did not report, and jobs that have started."""
+    requests = {job.number: job for job in jobs}
+    for job in queued:
+        request = requests.get(job.number)
+        if request and not request.job:
+            _note_submitted(directory, job.number, job.id)
+        if request and job.started and not request.begun and not request.started:
+            note(directory, job.number, "started")
+
+
+def _note_submitted(directory: Path, number: int, job: str) -> None:
+    if note(directory, number, "submitted", job=job):
+        note_job(directory.parent / LOGS, job)
+
+
+def _note_cancelled(
+    directory: Path, jobs: Sequence[JobRecord], cancelled: Sequence[tuple[str, int]], now: float
+) -> None:
+    """Note jobs that the user or an administrator cancelled. If it was the user, write the file `stop`."""
+    for job in jobs:
+        names = [name for name, number in cancelled if number == job.number and job.job in (name, "")]
+        for name in [*names, *job.doubted.get("job", "").split()][:1]:
+            is_own = job.dropped and job.begun.get("time", 0.0) <= job.dropped["time"]
+            if not job.cancelled and not is_own:
+                job.doubted or note(directory, job.number, "doubted", job=name)
+                is_users = _is_cancelled_by_user(name, abs(now - job.doubted.get("time", now)))
+                if note(directory, job.number, "cancelled", by_user=is_users) and is_users:
+                    record.stop(directory, f"job {name} was cancelled")
 
 
 def _told(ask: Callable[[Plan], dict[str, T]], plan: Plan) -> dict[str, T]:

@@ -100,8 +100,7 @@ class Run:
         """Return the run's jobs, and check the limits of the user at this moment."""
         names, form = ("id", "state", "nodes", "limit", "partition", "name"), "%i|%T|%D|%l|%P|%j"
         lines = self.cluster.run("squeue", "-h", "-o", form).splitlines()
-        found = [dict(zip(names, line.split("|"))) for line in lines]
-        mine = [job for job in found if job["name"].startswith(self.plan["name"])]
+        mine = [dict(zip(names, line.split("|"))) for line in lines if f"|{self.plan['name']}" in line]
         here = {job["id"] for job in mine}
         spent = sum(job.spent_node_s for job in self.requests if job.job not in here)
         booked = sum(int(job["nodes"]) * seconds_of(job["limit"]) for job in mine)
@@ -129,7 +128,7 @@ def other_users(cluster: Cluster, directory: Path, seed: int, widest: int = NODE
 
     def submit(job: simulated.Job, past_s: float = 0.0) -> None:
         hours, rest_s = math.ceil((job.seconds - past_s) / 3600), (job.runs_s - past_s) / SCALE
-        words = ("--exclusive", f"--nodes={job.nodes}", f"--time={hours}", "--job-name=other")
+        words = ("--exclusive", f"--nodes={job.nodes}", f"--time={hours}", "--job-name=a\nb|c")
         words += ("--partition=main", "--output=/dev/null", f"--wrap=sleep {rest_s:.1f}")
         cluster.submit(*words, cwd=directory)
 

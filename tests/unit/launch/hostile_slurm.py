@@ -10,8 +10,9 @@ import json
 import math
 import os
 import random
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +26,9 @@ from tests.unit.launch.queue_simulator import HOUR
 
 NODES, STEPS, TURN_S, LATE_S = 8, 60, 60.0, 180.0
 START = 1.8e9
-BROKEN = ["garbage", "a|b", "x|RUNNING|many|1:00|2026-11-30T00:00:00|None|(null)|{name}-1"]
+OTHER = dict(i="9", T="PENDING", D=1, l="1:00", S="N/A", r="a|b\nc", E="(null)", j="\n1|RUNNING|1\x1e\u2028")
+"""Another job of the user, with any reason and name."""
+BROKEN = OTHER | dict(T="RUNNING", D="many", S="2026-11-30T00:00:00", P="x", N="x", Y="x")
 
 
 class Killed(BaseException):
@@ -64,6 +67,8 @@ class HostileSlurm:
         self.directory, self.limits = directory / "anywhen", limits
         self.rng, self.faults = random.Random(seed), faults
         self.now = self.ahead = self.ahead_then = 0.0  # ahead_then: at the last request
+        self.late: FakeJob | None = None
+        """A job that Slurm makes after it did not answer the request."""
         self.events: list[tuple[float, int, Callable[[], object]]] = []
         self.count = itertools.count(1)
         self.jobs: dict[str, FakeJob] = {}
@@ -156,7 +161,8 @@ class HostileSlurm:
             self.sleep(60)
             raise slurm.NoAnswer(f"{command[0]} did not answer")
         if broken:
-            return self.rng.choice(BROKEN).format(name=self.plan.name) + "\n"
+            row = BROKEN | dict(j=f"{self.plan.name}-1")
+            return self.rng.choice(["garbage\n", "a|b\n", self._print(command, [row])])
         return act[command[0]](command, False)
 
     def _sbatch(self, command: tuple[str, ...], broken: bool) -> str:
@@ -183,13 +189,14 @@ class HostileSlurm:
         if kind in ("hang", "late"):
             self.sleep(60)
             if kind == "late":
+                self.late = job
                 self.later(self.rng.uniform(0, LATE_S - 60), lambda: self._add(job))
             raise slurm.NoAnswer("sbatch did not answer")
         self._add(job)
         return {"garbage": "Submitted!\n", "banner": f"welcome\n{job.id}\n"}.get(kind, f"{job.id}\n")
 
     def _add(self, job: FakeJob) -> None:
-        self.jobs[job.id] = job
+        self.jobs[job.id], self.late = job, None
         if job.seconds > self.longest_s or job.nodes > self.widest:
             job.reason = f"Partition{'Time' if job.seconds > self.longest_s else 'Node'}Limit"
         self.check_limits()
@@ -213,11 +220,18 @@ class HostileSlurm:
             )
         if "--me" not in command:
             return ""
-        return "".join(
-            f"{job.id}|{job.state}|{job.nodes}|{int(job.seconds // 60)}:00|{self._text(job)}|{job.reason}|"
-            f"{f'afterany:{job.after}(unfulfilled)' if self._waits_for(job) else '(null)'}|{job.name}\n"
-            for job in self.jobs.values()
-        )
+        return self._print(command, [OTHER, *map(self._row, self.jobs.values())])
+
+    def _row(self, job: FakeJob) -> dict[str, object]:
+        after = f"afterany:{job.after}(unfulfilled)" if self._waits_for(job) else "(null)"
+        row = dict(i=job.id, T=job.state, D=job.nodes, l=f"{int(job.seconds // 60)}:00", S=self._text(job))
+        return row | dict(r=job.reason, E=after, j=job.name)
+
+    @staticmethod
+    def _print(command: tuple[str, ...], rows: Iterable[dict[str, object]]) -> str:
+        """Return what a command prints of rows (letter of a column -> value). Its form is the last word."""
+        form = re.sub("%(.)", r"{\1}", command[-1]) + "\n"
+        return "".join(form.format(**row) for row in rows)
 
     @staticmethod
     def _text(job: FakeJob) -> str:
@@ -227,11 +241,10 @@ class HostileSlurm:
         return job.after in self.jobs and self.jobs[job.after].is_live
 
     def _sinfo(self, command: tuple[str, ...], broken: bool) -> str:
-        if "%P|%l" in command:
-            return (
-                f"main*|{'infinite' if self.longest_s == math.inf else f'{int(self.longest_s // 60)}:00'}\n"
-            )
-        return "".join(f"main*|node{n}\n" for n in range(self.idle()))
+        if "-N" not in command:
+            limit = "infinite" if self.longest_s == math.inf else f"{int(self.longest_s // 60)}:00"
+            return self._print(command, [dict(P="main*", l=limit)])
+        return self._print(command, [dict(P="main*", N=f"node{n}") for n in range(self.idle())])
 
     def _sacct(self, command: tuple[str, ...], broken: bool) -> str:
         if not self.accounts:

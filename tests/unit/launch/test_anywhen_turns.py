@@ -1,5 +1,6 @@
 """The turns of a run beside a hostile scheduler, in virtual time: requests, successors and limits."""
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,12 @@ from tests.unit.launch.queue_simulator import HOUR
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_lost_and_no_limit_exceeded(hostile, seed):
     """Jobs and processes are killed, jobs are held at random moments, and each command fails or hangs in one
-    of seven calls. The clock of the run's machines jumps by hours."""
+    of seven calls. The clock of the run's machines jumps by hours, but not while a late job is on its way,
+    because the pause before the next request follows from this clock."""
     fake = hostile(JobLimits(jobs=2 + seed % 3, node_hours=90.0), seed, faults=0.15)
 
     def disturb() -> None:
-        if fake.rng.random() < 0.02:
+        if fake.rng.random() < 0.02 and not fake.late:
             fake.ahead = fake.rng.choice([-86400.0, -3600.0, 0.0, 30.0, 3600.0])
         for job in fake.live():
             if fake.rng.random() < 0.02:
@@ -27,7 +29,7 @@ def test_nothing_is_lost_and_no_limit_exceeded(hostile, seed):
             elif job.state == "PENDING" and fake.rng.random() < 0.1:
                 job.reason = "JobHeldAdmin"
 
-    fake.every(TURN_S, fake.turn, lambda: fake.steps < STEPS)  # submit --stay
+    fake.every(TURN_S, fake.turn, lambda: fake.steps < STEPS or bool(fake.live()))  # submit --stay
     fake.every(TURN_S, disturb, lambda: fake.steps < STEPS)
     while fake.steps < STEPS:
         assert fake.now < 200 * HOUR, fake.steps
@@ -54,6 +56,23 @@ def test_a_request_whose_process_is_killed_is_made_once(hostile, lives):
     fake.every(TURN_S, fake.turn, lambda: True)
     fake.sleep(HOUR / 2)
     assert fake.live()[0].is_training and len(fake.requests) == 2
+    assert all(job.job for job in records(fake.directory) if job.begun)
+
+
+def test_a_job_that_ends_during_its_request_notes_the_successor(hostile, monkeypatch):
+    """Slurm sends SIGTERM before sbatch has printed the id."""
+    fake = hostile(JobLimits(jobs=2))
+    fake.turn()
+    fake.sleep(30)
+    fake.events.clear()
+    (first,), add, before = fake.live(), fake._add, signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(fake, "_add", lambda job: (add(job), signal.raise_signal(signal.SIGTERM)))
+    monkeypatch.setenv("SLURM_JOB_ID", first.id)
+    try:
+        assert turns.main("follow", str(fake.directory), str(first.number), "30") == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert [job.job for job in records(fake.directory)] == list(fake.jobs) and len(fake.jobs) == 2
 
 
 @pytest.mark.parametrize("is_full", [False, True])

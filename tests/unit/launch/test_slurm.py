@@ -1,5 +1,10 @@
 """Slurm's commands as sites wrap them; scripts play them."""
 
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from launch import slurm
@@ -31,12 +36,39 @@ def test_an_answer_without_an_id_is_no_job(play):
         slurm.submit("job.sbatch")
 
 
+@pytest.mark.parametrize("name", ["a|b", "a\n17|b\n", "\r\x1ea\u2028", " "])
+def test_a_job_may_have_any_name_and_reason(play, name):
+    rows = """for form in "${3//%i/1}" "${3//%i/2}"; do echo "${form//%[jr]/$NAME}"; done"""
+    play("squeue", f"NAME={shlex.quote(name)}\n{rows}")
+    name = name.replace("\r", "\n")
+    assert slurm.table("%i %r %j", "squeue", "-h") == [["1", name, name], ["2", name, name]]
+
+
 def test_other_columns_are_refused(play):
-    play("squeue", r"printf '17|x|y\nJOBID NAME\n'")
-    with pytest.raises(slurm.SlurmError, match="squeue printed 'JOBID NAME', which has not 3 columns"):
-        slurm.table(3, "squeue")
-    play("squeue", r"printf '17|x|na|me\xe9\n'")
-    assert slurm.table(3, "squeue") == [["17", "x", "na|me\ufffd"]]
+    words = "echo JOBID NAME"
+    for script in ("printf '17|x\n'; " + words, words + '; echo "$2"', 'echo "$2"; ' + words):
+        play("squeue", script)
+        with pytest.raises(slurm.SlurmError, match="squeue printed '.*JOBID NAME.*, which has not 2 columns"):
+            slurm.table("%i %j", "squeue")
+    play("squeue", r'echo -e "${2//%j/na\\xe9}"')
+    assert slurm.table("%i %j", "squeue") == [["%i", "na\ufffd"]]
+
+
+PROGRAM = """
+import signal, sys
+from launch import slurm
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+with slurm.undisturbed():
+    print(slurm.submit("job.sbatch"), flush=True)
+"""
+
+
+def test_a_job_is_noted_before_a_signal_ends_the_process(play):
+    """Slurm sends it to all processes of a job at once."""
+    play("sbatch", "kill -TERM $PPID $$; echo 17")
+    root, options = Path(slurm.__file__).parents[1], dict(capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, **options)
+    assert (done.returncode, done.stdout) == (3, "17\n")
 
 
 def test_a_command_that_hangs_gives_no_answer(play, monkeypatch):
