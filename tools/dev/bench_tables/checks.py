@@ -72,7 +72,7 @@ def measure(args: Namespace, runs: Path) -> list:
     overrides = [
         *of_task(task),
         f"run.dir={runs / 'run'}",
-        f"run.max_steps={args.steps + 2}",
+        f"run.max_steps={args.steps + 3}",  # the last one has no end
         f"data.prompts_per_step={args.prompts}",
         f"rollout.samples_per_prompt={args.samples}",
         f"rollout.max_response_tokens={args.max_tokens}",
