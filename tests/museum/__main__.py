@@ -3,6 +3,7 @@
     python -m tests.museum                       all exhibits
     python -m tests.museum "refit skipped"       some exhibits
     python -m tests.museum --bfloat16            the float32 exhibits, in bfloat16
+    python -m tests.museum --second              each exhibit again without the check that caught it
     python -m tests.museum --list                the exhibits by check, each with its report and effect
     python -m tests.museum --lines               lines of code that only audit, by file
     python -m tests.museum --model DIR           the exhibits of dense models, on a pretrained model
@@ -34,6 +35,7 @@ def main() -> int:
     parser.add_argument("--clean", type=int, metavar="STEPS", help="run clean steps instead")
     parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint of a pretrained dense model")
     parser.add_argument("--bfloat16", action="store_true", help="run the exhibits in bfloat16")
+    parser.add_argument("--second", action="store_true", help="also show which check catches it second")
     parser.add_argument(
         "--out", help="directory of the runs and their logs; the default is removed at the end"
     )
@@ -59,10 +61,10 @@ def main() -> int:
         museum = Museum(Path(args.out or directory).resolve(), args.model and args.model.resolve())
         if args.clean:
             return clean(museum, args.clean, args.names)
-        return visit(museum, [exhibits[name] for name in args.names or exhibits])
+        return visit(museum, [exhibits[name] for name in args.names or exhibits], args.second)
 
 
-def visit(museum: Museum, chosen: list[Exhibit]) -> int:
+def visit(museum: Museum, chosen: list[Exhibit], again: bool) -> int:
     num_caught = 0
     print(f"{'exhibit':38} {'peer':34} {'caught by':34} {'bug':>4} {'end':>4} {'rank':>4} {'s':>5}")
     for found in chosen:
@@ -73,6 +75,12 @@ def visit(museum: Museum, chosen: list[Exhibit]) -> int:
         print(f"{found.name:38} {found.peer:34} {by:34} {steps} {seen.seconds:5.1f}", flush=True)
         if not seen.is_caught:
             print(f"    expected {found.expects!r}\n    found    {seen.line or 'no error'}", flush=True)
+        elif again:
+            check, lines = seen.check
+            second = museum.visit(found, silenced=check) if check else seen
+            text = second.line.partition("\n")[0] if second.is_in_time else "silent"
+            text = text if check else "not run, because the check has no function of its own"
+            print(f"    without {check} ({lines} lines): {text}", flush=True)
     print(f"{num_caught} of {len(chosen)} caught")
     return int(num_caught < len(chosen))
 

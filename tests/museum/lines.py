@@ -8,6 +8,7 @@ raises an error of a check and is in neither list.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,6 +105,8 @@ MIXED = {
     "rl/training/engine.py:TrainingEngine._step",
 }
 """Functions that raise an error of a check beside other work."""
+SHARED = {"expect", "refuse", "raise_mismatches", "raise_problem", "_check_coef", "_compare"}
+"""Functions that raise the errors of several checks."""
 
 
 def definitions(path: Path) -> Iterator[tuple[str, ast.stmt, int, int]]:
@@ -140,3 +143,17 @@ def counted() -> dict[str, int]:
         spans = {name: last - first + 1 for name, _, first, last in definitions(ROOT / file)}
         found[file] = sum(spans[name] for name in names)
     return found
+
+
+def raised_in(log: str) -> tuple[str, int]:
+    """Return the check that raised a log's error, as file:function, and its number of lines; or ("", 0)."""
+    for file, line in reversed(re.findall(r'File ".*?/(rl/[\w/]+\.py)", line (\d+)', log)):
+        found = [
+            (name, last - first + 1)
+            for name, node, first, last in definitions(ROOT / file)
+            if isinstance(node, ast.FunctionDef) and first <= int(line) <= last and node.name not in SHARED
+        ]
+        own = AUDITS.get(file, ("",))
+        if found and (not own or any(f"{found[-1][0]}.".startswith(f"{name}.") for name in own)):
+            return f"{file}:{found[-1][0]}", found[-1][1]
+    return "", 0
