@@ -109,7 +109,7 @@ def pass_bytes(
     grid: Any = SimpleNamespace(groups=SimpleNamespace(tp=CopyRanks(1)), with_shards=lambda: weights)
     pairs = adapters(by_class.weights(json.loads(hf)), rank=rank, targets=targets) if rank else []
     with META:
-        kind = functools.partial(ClassValues, values=True) if values else ClassPolicy
+        kind = ClassValues if values else ClassPolicy
         model = kind(json.loads(hf), Training(recompute=recompute), getattr(torch, dtype), grid)
         model.shards.sums = torch.zeros(3, dtype=torch.float64)
         if rank:

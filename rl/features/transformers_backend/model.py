@@ -26,21 +26,18 @@ from rl.training.rows import select_rows
 
 
 class ClassModel(MegatronModule):
-    """The layers of a class, and rows of all weights on each rank of a copy (`Shards`).
-
-    values: replace the vocabulary's head by a value head.
-    """
+    """The layers of a class, and rows of all weights on each rank of a copy (`Shards`)."""
 
     pre_process = post_process = True
     model_type = ModelType.encoder_or_decoder
     share_embeddings_and_output_weights = False
     """False for Megatron's schedule: one stage holds embedding and head."""
+    has_values = False
+    """Whether a value head replaces the vocabulary's."""
     packs: bool
     """Whether a pass computes a packed row; if not, its sequences are the rows of a padded batch."""
 
-    def __init__(
-        self, hf: dict, training: Training, dtype: torch.dtype, grid: Grid, *, values: bool = False
-    ) -> None:
+    def __init__(self, hf: dict, training: Training, dtype: torch.dtype, grid: Grid) -> None:
         super().__init__(transformer_config(hf, training, dtype, te=False))
         self.hf, self.group = hf, grid.groups.tp
         config = by_class.class_config(hf)
@@ -51,7 +48,7 @@ class ClassModel(MegatronModule):
         with no_init_weights():  # the memory of weights that are never written is not taken
             model = by_class.model_class(hf)._from_config(config, dtype=dtype)
         model.tie_weights()
-        if values:
+        if self.has_values:
             model.set_output_embeddings(None)
             self.value_head = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=dtype)
         _freeze(model)
@@ -202,6 +199,7 @@ class ClassPolicy(ClassModel):
 class ClassValues(ClassModel):
     """A value model for packed rows, with the methods of `rl.training.model.ValueModel`."""
 
+    has_values = True
     outputs: tuple[str, ...] = ("values",)
 
     def of_head(self, hidden: Tensor, request: HeadRequest) -> tuple[Tensor, ...]:

@@ -37,9 +37,8 @@ class ByClass(TrainerPart):
     """Builds the model's class and refuses it if it computes otherwise on packed rows."""
 
     def build(self, spec: ModelSpec, training: Training, dtype: torch.dtype, grid: Grid) -> list[Any] | None:
-        if spec.has_values:
-            return [ClassValues(value_model(spec.hf), training, dtype, grid, values=True)]
-        return [ClassPolicy(spec.hf, training, dtype, grid)]
+        hf, kind = (value_model(spec.hf), ClassValues) if spec.has_values else (spec.hf, ClassPolicy)
+        return [kind(hf, training, dtype, grid)]
 
     def weight_grid(self, grid: Grid) -> Grid:
         return grid.with_shards()
@@ -56,7 +55,7 @@ class ByClass(TrainerPart):
 
     def attach(self, engine: "TrainingEngine") -> None:
         model, device = cast(ClassModel, engine.model), engine.device.torch
-        name, self._shards = type(model.language_model).__name__, model.shards
+        self._shards = model.shards
         engine.shares_prompts &= model.shares_prompts
         worst, error = _compare(model, device, share=engine.shares_prompts)
         if model.packs and any_rank(not worst <= LIMIT[model.config.params_dtype]):
@@ -70,14 +69,14 @@ class ByClass(TrainerPart):
                     "its logits in a batch differ from its own on single sequences (relative difference "
                     f"{worst:.2g}{error}), because it changes logits, or mixes tokens, in a way of its own",
                 )
+        pads = (
+            "; its layers mix tokens in ways of their own, so that the sequences of a row are padded to the "
+            "longest of them, which costs the time and memory of the padding"
+        )
+        name, shard = type(model.language_model).__name__, engine.grid.etp
         log.info(
-            "training.backend=transformers: the model trains as its class %s; training.shard is %d%s",
-            name,
-            engine.grid.etp,
-            ""
-            if model.packs
-            else "; its layers mix tokens in ways of their own, so that the sequences of a "
-            "row are padded to the longest of them, which costs the time and memory of the padding",
+            "training.backend=transformers: the model trains as its class "
+            f"{name}; training.shard is {shard}{'' if model.packs else pads}"
         )
 
 
