@@ -97,6 +97,8 @@ def layout_of(
     train, rollout = map(len, role_ranks(config, world_size))
     grids = t.tp, t.pp, t.cp, t.ep, t.expert_tp, config.rollout.tp, config.rollout.ep
     shard = by_class.ranks_per_copy(
-        t.shard, (model.hf for model in models.values()), math.gcd(train, ranks_per_node)
+        t.shard,
+        [(model.hf, bool(model.run.head)) for model in models.values() if model.run.on_training_grid],
+        math.gcd(train, ranks_per_node),
     )
     return Layout(world_size, train, rollout, *grids, t.sequence_parallel, vpp=t.vpp, shard=shard)

@@ -215,13 +215,27 @@ def packs(hf: dict) -> bool:
     return model._supports_attention_backend and not (kinds or mixes or hf.get("attention_chunk_size"))
 
 
-def ranks_per_copy(shard: int, models: Iterable[dict], together: int) -> int:
+def ranks_per_copy(shard: int, models: Iterable[tuple[dict, bool]], together: int) -> int:
     """Return how many ranks hold one copy of the weights of models that their classes compute.
 
-    shard: `training.shard`. models: configs of the run's models. together: training ranks of a node.
+    shard: `training.shard`. models: config of each of the run's models, and whether it is a value model.
+    together: training ranks of a node.
     """
-    sizes = (own.numel() for hf in models if MARK in hf for own in on_meta(hf).parameters())
+    sizes = (_size(json.dumps(hf, sort_keys=True), values) for hf, values in models if MARK in hf)
     return shard or (1 if sum(sizes) <= WHOLE else together)
+
+
+@functools.lru_cache(maxsize=32)
+def _size(text: str, values: bool) -> int:
+    """Return the number of parameters; a value model has no head over the vocabulary."""
+    from rl.models import value_model
+
+    hf = json.loads(text)
+    model = on_meta(value_model(hf) if values else hf)
+    own = {*model.parameters()}
+    if values:
+        own -= {*model.get_output_embeddings().parameters()} - {*model.get_input_embeddings().parameters()}
+    return sum(tensor.numel() for tensor in own)
 
 
 def megatron_config(hf: dict) -> dict:

@@ -7,6 +7,7 @@ from functools import partial
 from rl.checks.updates import check_specs
 from rl.config import wing
 from rl.config.needs import learns, needs_reward
+from rl.config.run_models import run_models
 from rl.config.schema import Config
 from rl.data.prompts import end_token_ids
 from rl.engines.engines import Engines, build_engines, finish_imports
@@ -140,7 +141,8 @@ def make_grid(config: Config, inputs: Inputs, device: Device) -> Grid:
     models = [files.hf for files in inputs.models.values()]
     if (copies := wing.door(config, "copies")) is not None:
         # The ranks of a copy take the place of a tensor parallel group of experts.
-        etp = copies(config, models)
+        runs = run_models(config)
+        etp = copies(config, [(files.hf, bool(runs[name].head)) for name, files in inputs.models.items()])
     grid = build_grid(
         tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=etp, vpp=layout.vpp, seed=config.run.seed
     )

@@ -29,7 +29,7 @@ from rl.training.gradients import WrongReduction
 from rl.training.weights import sharded
 
 
-def ranks_per_copy(config: Config, models: Iterable[dict]) -> int:
+def ranks_per_copy(config: Config, models: Iterable[tuple[dict, bool]]) -> int:
     """Return `rl.models.by_class.ranks_per_copy` for a config. Collective over the world."""
     together = gcd(*Counter(gather_objects(socket.gethostname())).values())
     return by_class.ranks_per_copy(config.training.shard, models, together)

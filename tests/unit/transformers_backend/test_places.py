@@ -1,12 +1,25 @@
 """The places of checkpoints' tensors in the parameters of a class of transformers, and their pieces."""
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from rl.checkpoint.regions import regions
+from rl.config.run_models import hf_config_of, run_models
+from rl.config.schema import load_config
+from rl.dry_run.grids import layout_of
+from rl.dry_run.shape import models_of
+from rl.features.transformers_backend import shards
 from rl.models import by_class
 from rl.models.boxes import index
+from rl.run import set_up
 from tests.checkpoints import tiny_config
+
+QUICKSTART = Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3])
@@ -77,9 +90,40 @@ def test_models_that_cannot_agree_are_refused(change, words):
 
 def test_only_large_models_are_divided_by_default(monkeypatch):
     hf = by_class.described(tiny_config("LlamaForCausalLM").to_dict())
-    assert by_class.ranks_per_copy(0, [hf, hf], 4) == 1
+    model, not_a_class = (hf, False), (tiny_config("LlamaForCausalLM").to_dict(), False)
+    assert by_class.ranks_per_copy(0, [model, model], 4) == 1
     monkeypatch.setattr(by_class, "WHOLE", sum(own.numel() for own in by_class.on_meta(hf).parameters()))
-    assert by_class.ranks_per_copy(0, [hf], 4) == 1
-    assert by_class.ranks_per_copy(0, [hf, hf], 4) == 4
-    assert by_class.ranks_per_copy(2, [hf, hf], 4) == 2
-    assert by_class.ranks_per_copy(0, [tiny_config("LlamaForCausalLM").to_dict()] * 2, 4) == 1
+    assert by_class.ranks_per_copy(0, [model], 4) == 1
+    assert by_class.ranks_per_copy(0, [model, model], 4) == 4
+    assert by_class.ranks_per_copy(2, [model, model], 4) == 2
+    assert by_class.ranks_per_copy(0, [not_a_class] * 2, 4) == 1
+
+
+def test_the_dry_run_divides_the_copies_of_a_run(monkeypatch, tmp_path):
+    """A tied critic, and a reward model that is a classifier, have no head over the vocabulary."""
+    policy = tiny_config("Olmo2ForCausalLM", tie=True).to_dict()
+    reward = tiny_config("LlamaForCausalLM").to_dict()
+    reward |= dict(architectures=["LlamaForSequenceClassification"], num_labels=1)
+    for name, hf in (("policy", policy), ("reward", reward)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(hf))
+    paths = (f"model.path={tmp_path}/policy", f"reward.model.path={tmp_path}/reward")
+    config = load_config(str(QUICKSTART), ("algorithm=ppo", *paths))
+    files = {
+        name: SimpleNamespace(hf=hf_config_of(config, model, reward if model.own_path else policy))
+        for name, model in run_models(config).items()
+    }
+    assert [*files] == ["policy", "critic", "reward_model"]
+    monkeypatch.setattr(shards, "gather_objects", lambda host: [host] * 4)
+    monkeypatch.setattr(set_up, "build_grid", lambda etp, **_: Mock(etp=etp))
+    monkeypatch.setattr(set_up, "warm_up", Mock())
+    head = reward["vocab_size"] * reward["hidden_size"]
+    total = sum(
+        own.numel()
+        for hf in (policy, policy, reward | {"architectures": ["LlamaForCausalLM"]})
+        for own in by_class.on_meta(by_class.described(hf)).parameters()
+    )
+    for limit, expected in ((total - head, 1), (total - head - 1, 4)):
+        monkeypatch.setattr(by_class, "WHOLE", limit)
+        assert set_up.make_grid(config, SimpleNamespace(models=files), None).etp == expected
+        assert layout_of(config, 4, 4, models_of(config)[0]).shard == expected
