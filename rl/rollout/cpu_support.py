@@ -147,8 +147,9 @@ def _rotate_heads() -> None:
     def rotate_flat(
         self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        flat = None if key is None else key.flatten(1)
-        queries, keys = rotate(self, positions, query.flatten(1), flat)
+        count = positions.numel()
+        flat = None if key is None else key.reshape(count, -1)
+        queries, keys = rotate(self, positions.flatten(), query.reshape(count, -1), flat)
         return queries.view_as(query), None if keys is None or key is None else keys.view_as(key)
 
     replace_attribute(RotaryEmbedding, "forward_cpu", rotate_flat)
