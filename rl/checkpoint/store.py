@@ -54,6 +54,7 @@ from rl.checkpoint.snapshot import Snapshot
 from rl.config.options import ConfigError, to_yaml
 from rl.config.schema import Config
 from rl.faults.agreement import fail_together
+from rl.models.by_class import MARK
 from rl.run_directory.record import versions
 from rl.runtime import tracing
 from rl.runtime.collectives import broadcast_object, gather_objects
@@ -386,7 +387,9 @@ class CheckpointStore:
         if then == now:
             restore_rng(reader, dist.get_rank())
         else:
-            changed = ", ".join(f"{key} {then[key]} -> {now[key]}" for key in now if then[key] != now[key])
+            is_class = any(model.weight_map.hf.get(MARK) for model in models.values())
+            keys = {key: "training.shard" if is_class and key == "etp" else key for key in now}
+            changed = ", ".join(f"{keys[k]} {then[k]} -> {now[k]}" for k in now if then[k] != now[k])
             log.info(
                 "the layout differs from the checkpoint's (%s); random states are derived from the seed",
                 changed,
