@@ -3,6 +3,7 @@
 The kernel ends a process of a host whose memory is used up, and the process cannot report it.
 """
 
+import math
 from dataclasses import replace
 
 from rl.config.schema import Config
@@ -10,6 +11,7 @@ from rl.dry_run.grids import layout_of
 from rl.dry_run.hardware import GIB, Hardware
 from rl.dry_run.memory import estimate_memory
 from rl.dry_run.shape import models_of
+from rl.models.by_class import MARK
 from rl.runtime.ranks import Ranks
 
 LATER = 1.35
@@ -31,21 +33,28 @@ def memory_warning(config: Config, ranks: Ranks, available: float) -> str:
         layout = layout_of(config, ranks.world_size, local, models)
         hardware = Hardware(host_memory_gib=available / GIB, ranks_per_node=local)
 
-        def needed(tokens: int) -> float:
-            """Return the bytes of this host's ranks with that many tokens in a micro-batch."""
-            training = replace(config.training, micro_batch_tokens=tokens)
+        def needed(tokens: int, shard: int) -> float:
+            """Return the bytes of this host's ranks with these training.micro_batch_tokens and .shard."""
+            training = replace(config.training, micro_batch_tokens=tokens, shard=shard)
             found = estimate_memory(replace(config, training=training), ranks.world_size, models, hardware)
             phases = ("training", "refit", "generation") if found.engine else ("training",)
             peaks = [max(found.at(phase, stage) for phase in phases) for stage in found.stages]
             return LATER * local * sum(peaks) / layout.pp
 
-        tokens = config.training.micro_batch_tokens
-        if (total := needed(tokens)) <= available:
+        tokens, shard = config.training.micro_batch_tokens, config.training.shard
+        if (total := needed(tokens, shard)) <= available:
             return ""
-        while tokens > LEAST_TOKENS and needed(tokens) > available:
+        remedies, together = [], math.gcd(layout.world_size, local)
+        if layout.shard == 1 and any(MARK in model.hf for model in models.values()):
+            if needed(tokens, together) < total:
+                shard = together
+                remedies.append(f"training.shard={shard}")
+        while tokens > LEAST_TOKENS and needed(tokens, shard) > available:
             tokens //= 2
-        remedy = f"set training.micro_batch_tokens={tokens}"
-        if needed(tokens) > available:
+        if not remedies or tokens < config.training.micro_batch_tokens:
+            remedies.append(f"training.micro_batch_tokens={tokens}")
+        remedy = f"set {' and '.join(remedies)}"
+        if needed(tokens, shard) > available:
             remedy += " and training.recompute=full, or start fewer ranks, or free memory"
         return (
             f"training.micro_batch_tokens={config.training.micro_batch_tokens}: with full micro-batches the "

@@ -19,6 +19,7 @@ from rl.dry_run.estimate import Estimate, estimate
 from rl.dry_run.hardware import GIB, Hardware
 from rl.dry_run.memory import estimate_memory
 from rl.dry_run.shape import ModelShape, models_of
+from rl.models.by_class import MARK
 
 TRIES = 96
 """Number of configurations that a search estimates."""
@@ -87,6 +88,8 @@ def _neighbours(config: Config, before: Estimate, world_size: int) -> Iterator[t
         sizes["training.ep"] = training.ep
     if needs_engine(config):
         sizes["rollout.tp"] = config.rollout.tp
+    if MARK in before.models["policy"].hf:
+        sizes["training.shard"] = training.shard or before.layout.shard
     for key, size in sizes.items():
         fitting_sizes = divisors(world_size)
         larger = [n for n in fitting_sizes if n > size]

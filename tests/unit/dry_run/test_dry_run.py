@@ -145,6 +145,20 @@ class TestHost:
         assert warning(16, fits) == "" != warning(16, 2 * fits)
         assert warning(8, 16384, hf=TOY, longest=6) == ""  # the quickstart
 
+    def test_a_warning_about_a_class_divides_its_copies_first(self, tmp_path):
+        def warning(gib, *keys):
+            keys = ("training.backend=transformers", "training.micro_batch_tokens=1024", *keys)
+            config = self.config(tmp_path, SMOLLM2, "rollout.max_response_tokens=400", *keys)
+            return memory_warning(config, Ranks(0, 2, 0, 2, "torchrun", ""), gib * GIB)
+
+        def needed(*keys):
+            return float(re.search(r"need up to ([\d.]+) GiB", warning(1, *keys))[1])
+
+        whole, divided = needed(), needed("training.shard=2")
+        assert divided < whole
+        assert "; set training.shard=2." in warning((whole + divided) / 2)
+        assert "; set training.shard=2 and training.micro_batch_tokens=" in warning(divided * 0.9)
+
 
 def estimate_of_points(points):
     config = load_config(str(CONFIGS / f"{GRPO}.yaml"), (*LORA, "adapter.in_engine=adapter"))
