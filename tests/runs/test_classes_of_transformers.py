@@ -23,19 +23,20 @@ def cut_back(straight, killed):
     (killed / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
 
 
+DIVIDED = "training.shard=2"
 LORA = ("adapter.kind=lora", "adapter.rank=4")
 CASES = {
     "Gemma2ForCausalLM": ("training.recompute=full",),
-    "Olmo2ForCausalLM": LORA,
-    "OlmoeForCausalLM": (),
-    "CohereForCausalLM": ("algorithm=ppo", "training.recompute=full"),
+    "Olmo2ForCausalLM": (*LORA, DIVIDED),
+    "OlmoeForCausalLM": (DIVIDED,),
+    "CohereForCausalLM": ("algorithm=ppo", "training.recompute=full", DIVIDED),
     "Cohere2ForCausalLM": (),
     "Starcoder2ForCausalLM": LORA,
     "NemotronHForCausalLM": (),
     "Zamba2ForCausalLM": ("training.recompute=full",),
     "Ernie4_5_MoeForCausalLM": (),
 }
-"""Family -> settings, besides GRPO on two ranks that share the weights."""
+"""Family -> settings, besides GRPO on two ranks; each rank holds all weights unless they are DIVIDED."""
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,8 @@ def test_a_run_continues_with_the_other_backend(config, tmp_path, family, first,
     """Weights and moments of a checkpoint have Hugging Face names, on another number of ranks too."""
     straight, changed = tmp_path / "straight", tmp_path / "changed"
     keys = (f"model.path={save_tiny(family, tmp_path / 'tiny', seed=1)}", *STEPS)
-    expected = train(2, config, f"training.backend={first}", *keys, run=straight)
+    divided = [DIVIDED] if first == "transformers" else []
+    expected = train(2, config, f"training.backend={first}", *divided, *keys, run=straight)
     cut_back(straight, changed)
     found = train(1, config, f"training.backend={second}", *keys, run=changed)
     for key in ("actor/pg_loss", "actor/ppo_kl", "actor/grad_norm"):

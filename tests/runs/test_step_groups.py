@@ -66,6 +66,7 @@ LAYOUTS = {
     ),
     "tp, ep, dp": (*EXPERTS, "training.tp=2", "training.ep=2", "rollout.tp=2"),
     "tp, cp, ep": (*EXPERTS, "training.tp=2", "training.cp=2", "training.ep=2", "rollout.tp=2"),
+    "a copy on each rank": ("training.backend=transformers",),
     "copies on two ranks": ("training.backend=transformers", "training.shard=2"),
     "copies on four ranks": ("training.backend=transformers", "training.shard=4"),
     "tp, pp, vpp, ep, critic": (
