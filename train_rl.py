@@ -10,8 +10,9 @@ prints the resolved configuration, `--changed` only what differs from the defaul
 estimates, on a machine without a GPU, whether the run fits into the memory of N GPUs (`--dry-run --help`).
 
 Exit codes: 0, done; 2, the input is invalid, and rank 0 prints one sentence; 75, stopped by a time limit or a
-signal, and the same command continues the run; 1, a fault, with its cause in the last lines of the log
-(docs/faults.md). For example, a misspelt key ends the program with code 2.
+signal, and the same command continues the run; 130, interrupted by Ctrl-C, without a last checkpoint; 1, a
+fault, with its cause in the last lines of the log (docs/faults.md). For example, a misspelt key ends the
+program with code 2.
 """
 
 import atexit

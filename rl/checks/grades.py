@@ -6,6 +6,7 @@ The workers seal each score together with the arguments of its call (`rl.rewards
 import json
 import random
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -199,9 +200,13 @@ class Arguments:
         """Raise CheckFailed unless the prompt renders its row, and ValueError unless it has its tokens."""
         content: Any = read_row(prompt.place).values.get(self._data.prompt_key)
         if prompt.messages is not None:
-            chat = json.loads(content) if isinstance(content, str) else content
-            last = chat[-1] if isinstance(chat, list) and chat else {}
-            content = last.get("content", last.get("value"))
+            chat = content
+            if isinstance(content, str):
+                with suppress(ValueError):  # a text of data.string_prompts=user
+                    chat = json.loads(content)
+            if isinstance(chat, list | dict):
+                last = chat[-1] if isinstance(chat, list) and chat and isinstance(chat[-1], dict) else {}
+                content = last.get("content", last.get("value"))
         has_text = isinstance(content, str) and not prompt.images
         if has_text and _bare(content) not in _bare(prompt.text):
             raise CheckFailed(

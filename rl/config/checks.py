@@ -198,6 +198,11 @@ def check_data(config: Config) -> None:
         raise ConfigError(
             "data.prompt_key is empty, but a run needs it: set it to the column with the prompt."
         )
+    if data.string_prompts == "user" and (data.messages_key or {"pairs", "labels"} & {*needs}):
+        raise ConfigError(
+            "data.string_prompts=user is for prompts, not for conversations, pairs or labelled responses; "
+            "write these as messages, and leave the key out."
+        )
     if data.train_weights and len(data.train_weights) != len(data.train):
         raise ConfigError(
             f"data.train_weights has {len(data.train_weights)} numbers for {len(data.train)} files of "

@@ -99,7 +99,10 @@ class Data:
     """Files with held-out prompts, as for `train`. Empty: no validation."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of {role, content} messages (chat template applied, with the tools of
-    column `tools`) or a string (used without a template)."""
+    column `tools`) or a string (`string_prompts`)."""
+    string_prompts: Literal["plain", "user"] = "plain"
+    """How prompts that are strings are read. plain: without the chat template. user: as the message of a
+    user, rendered by the chat template like a list of messages."""
     ground_truth_key: str = ""
     """Column with the reference answer, or a dotted path into a column. The file's other columns then reach
     the reward function as entries of `extra_info`. Empty: `reward_model.ground_truth`, and only verl's

@@ -67,11 +67,20 @@ class MessageReader:
     Args:
         reads_weights: whether a message with weight 0 has no loss.
         reads_images: whether messages may have parts that are images.
+        reads_strings: whether a string is the message of a user.
     """
 
-    def __init__(self, template: ChatTemplate, *, reads_weights: bool = False, reads_images: bool = False):
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        reads_weights: bool = False,
+        reads_images: bool = False,
+        reads_strings: bool = False,
+    ):
         self.tokenizer, self.template = template.tokenizer, template
         self._reads_weights, self._reads_images = reads_weights, reads_images
+        self._reads_strings = reads_strings
         self.completeness = Completeness(template)
         if template.clock:
             text = (
@@ -98,6 +107,8 @@ class MessageReader:
         Raises ValueError, with the place of the row, for other values.
         """
         value = row.values[column]
+        if self._reads_strings and isinstance(value, str):
+            value = [{"role": "user", "content": value}]
         is_chat = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
         try:
             messages = self.normal(value, lambda item: without_nulls(item, row)) if is_chat else None

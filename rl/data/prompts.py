@@ -160,6 +160,7 @@ def load_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     prompt_key: str,
+    string_prompts: str = "plain",
     max_prompt_tokens: int,
     overlong: str,
     ground_truth_key: str = "",
@@ -172,6 +173,7 @@ def load_prompts(
     prompt_key: column with the prompts. Messages are rendered with the chat template and the generation
         prompt. They may be a conversation of several turns, but the last message must not be one of the
         assistant. Strings get the tokenizer's special tokens, unless they begin with its BOS token.
+    string_prompts: "user" makes a string the message of a user.
     overlong: what to do with prompts of more than `max_prompt_tokens` tokens: "error", "drop" or
         "truncate_left".
     ground_truth_key: column with the ground truth, or a dotted path into a column; the file's other columns
@@ -197,7 +199,9 @@ def load_prompts(
         reads_all=bool(ground_truth_key),
         max_rows=max_prompts,
     )
-    reader = MessageReader(template_of(tokenizer), reads_images=images is not None)
+    reader = MessageReader(
+        template_of(tokenizer), reads_images=images is not None, reads_strings=string_prompts == "user"
+    )
     chats = [read_prompt(row, prompt_key, reader) for row in rows]
     pictures: list[Sequence[PromptImage]] = [images.of(row) if images else () for row in rows]
     if images:

@@ -85,8 +85,8 @@ def note_of_strings(prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase) 
         return ""
     file = first.place.rpartition(", row ")[0] or "data.train"
     return (
-        f"note: the prompts of {file} are strings, so the model's chat template is not applied; write them "
-        "as a list of {role, content} to apply it."
+        f"note: the prompts of {file} are strings, so the model's chat template is not applied; to "
+        "apply it set data.string_prompts=user, or write them as lists of {role, content}."
     )
 
 

@@ -239,6 +239,7 @@ class Inputs:
             files,
             self.tokenizer,
             prompt_key=data.prompt_key,
+            string_prompts=data.string_prompts,
             max_prompt_tokens=data.max_prompt_tokens,
             overlong=data.overlong_prompts,
             ground_truth_key=ground_truth_key,

@@ -59,14 +59,16 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
             except ValueError as error:
                 if prompt.ground_truth is not None:
                     raise
-                raise ValueError(f"{key} is missing, which {pool.name} needs; {_remedy(prompt)}.") from error
+                raise ValueError(
+                    f"{key} is missing, which {pool.name} needs; {_remedy(prompt, key)}."
+                ) from error
     if rank == 0 and all(prompt.ground_truth is None for prompt in prompts):
         log.warning(
             "none of the %d rows that are scored has a %s, so %s gets None; if it reads one, %s",
             len(prompts),
             key,
             pool.name,
-            _remedy(prompts[0]),
+            _remedy(prompts[0], key),
         )
     empty = [p for p in prompts if isinstance(p.ground_truth, str | list | dict) and not p.ground_truth]
     if rank == 0 and empty:
@@ -85,10 +87,12 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
         raise ValueError(f"{tried[number].place}: {reason.removeprefix('ValueError: ')}")
 
 
-def _remedy(prompt: Prompt) -> str:
-    """Return what to set for ground truths in another column, with the columns of the prompt's file."""
-    columns = ", ".join(map(str, read_row(prompt.place).values))
-    return f"set data.ground_truth_key to its column, one of {columns}"
+def _remedy(prompt: Prompt, key: str) -> str:
+    """Return what to do about a missing ground truth. key: column, or path into one, where it was read."""
+    values = read_row(prompt.place).values
+    if key.split(".")[0] in values:
+        return "fill in the value, or leave out the row"
+    return f"set data.ground_truth_key to its column, one of {', '.join(map(str, values))}"
 
 
 def _environment(plan: AgentPlan, prompt: Prompt) -> str:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rl.checkpoint.directory import MANIFEST, Saved, complete
 from rl.checkpoint.start import check_loaded
 from rl.checkpoint.store import CheckpointStore
-from rl.config.options import ConfigError
+from rl.config.options import ConfigError, listed
 from rl.config.schema import SUFFIXES, Config
 from rl.engines.inputs import Inputs
 from rl.faults.agreement import fail_together
@@ -143,8 +143,10 @@ def checkpoints(config: Config) -> list[Saved]:
             "checkpoint.resume=never to evaluate model.path."
         )
     if not found:
+        others = [each.path.name for each in complete(directory.parent)]
         raise ConfigError(
-            f"checkpoint.resume={resume} is neither a checkpoint nor the directory of a run with one; name "
-            "either, or use never to evaluate model.path."
+            f"checkpoint.resume={resume} is neither a checkpoint nor the directory of a run with one; "
+            + (f"use one of {listed(others, 'or')} there, " if others else "name either, ")
+            + "or never to evaluate model.path."
         )
     return found

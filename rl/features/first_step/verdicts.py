@@ -125,7 +125,6 @@ def chat_template(facts: Facts) -> Verdict | None:
     samples, tokenizer = facts.samples, facts.tokenizer
     if samples is None or not samples.prompts:
         return None
-    key = facts.config.data.prompt_key
     if samples.prompts[0].messages is None:
         if tokenizer.chat_template is None:
             return Verdict("chat template", "ok", "prompts are text, and the model has no chat template")
@@ -133,7 +132,7 @@ def chat_template(facts: Facts) -> Verdict | None:
             "chat template",
             "look",
             "prompts are strings, so the model's chat template is not applied",
-            f"if this is an instruct model, give data.prompt_key={key} as messages ({{role, content}})",
+            "if this is an instruct model, set data.string_prompts=user",
         )
     end = turn_end(tokenizer)
     name = "" if end is None else tokenizer.convert_ids_to_tokens(end)

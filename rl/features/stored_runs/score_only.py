@@ -6,6 +6,7 @@ used, with their present coefficients.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 from rl.config.options import ConfigError
@@ -40,7 +41,12 @@ def score_only(config: Config) -> int:
     run_dir, reward = config.run.rollouts or config.run.dir, config.reward
     files = stored_steps(run_dir)
     if not files:
-        refuse_missing(run_dir, "run.rollouts=" if config.run.rollouts else "run.dir=")
+        if not config.run.rollouts and not Path(run_dir).is_dir():
+            raise ConfigError(
+                f"run.mode=score_only, but there is no directory run.dir={run_dir}; name the directory of a "
+                "run in run.rollouts (lockstep status lists the runs)."
+            )
+        refuse_missing(run_dir, "run.rollouts=")
         raise ConfigError(
             f"run.mode=score_only, but {run_dir} holds no rollouts; name the directory of a run with "
             "logging.rollouts=sample or all in run.rollouts."

@@ -69,6 +69,20 @@ def test_arguments_of_another_row_or_text_are_named(prompts):
         again.check_prompt(moved[0])
 
 
+def test_a_string_as_a_users_message_is_compared_with_its_row(tmp_path):
+    path = tmp_path / "a.jsonl"
+    texts = ["1+1=", "[1, 2]: the sum?", "[1, 2]", "42", '{"a": 1}']
+    path.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
+    options = dict(prompt_key="question", string_prompts="user", max_prompt_tokens=128, overlong="error")
+    prompts = load_prompts([path], tokenizer_of("qwen2.5"), **options)
+    data = Data(prompt_key="question", string_prompts="user", max_prompt_tokens=128)
+    again = Arguments(data, tokenizer_of("qwen2.5"), ())
+    for prompt in prompts:
+        again.check_prompt(prompt)
+    with pytest.raises(CheckFailed, match="prompt 0 does not contain the text of .*, row 2"):
+        again.check_prompt(replace(prompts[0], place=prompts[1].place))
+
+
 def test_rows_of_a_large_row_group_are_read_in_proportion(tmp_path):
     """A file with one row group of 200,000 rows is decoded up to the row, so few steps read it again."""
     path, size = tmp_path / "large.parquet", 200_000

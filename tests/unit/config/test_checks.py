@@ -29,6 +29,8 @@ CHATS = ("algorithm=sft", "data.messages_key=messages", "data.val=val.jsonl")
     [
         (("data.prompt_key=",), "set it to the column with the prompt"),
         ((*CHATS, "validation.loss=false"), "leave nothing to validate with"),
+        ((*CHATS, "data.string_prompts=user"), "write these as messages, and leave the key out"),
+        (("algorithm=dpo", "data.string_prompts=user"), "is for prompts, not for conversations, pairs"),
     ],
 )
 def test_keys_of_conversations_and_of_a_held_out_loss(overrides, words):

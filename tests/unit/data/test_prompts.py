@@ -95,6 +95,18 @@ def test_absent_values_are_none_or_empty_and_types_are_kept(load):
     assert [prompt.ground_truth for prompt in load(*rows)] == truths
 
 
+def test_a_string_can_be_the_message_of_a_user(load):
+    chat = [{"role": "user", "content": "1+1="}]
+    system = {"role": "system", "content": "Add."}
+    (said, plain, whole) = (
+        load(*rows, string_prompts="user")
+        for rows in (["1+1="], [chat], [{"prompt": "1+1=", "system": "Add."}])
+    )
+    assert said[0].messages == plain[0].messages == chat
+    assert said[0].token_ids.tolist() == plain[0].token_ids.tolist() != load("1+1=")[0].token_ids.tolist()
+    assert whole[0].messages == [system, *chat]
+
+
 def test_a_file_with_columns_of_its_own_is_read_whole(load):
     row = {"question": "1+1=", "answer": {"final": "2"}, "level": 3, "tests": ["a"]}
     (prompt,) = load(row, prompt_key="question", ground_truth_key="answer.final")
