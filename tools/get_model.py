@@ -26,6 +26,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.utils import is_gguf_available
 from transformers.utils import logging as transformers_logging
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 
 QUESTION = "What is the capital of France?"

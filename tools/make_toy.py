@@ -17,6 +17,7 @@ right, so RL has no reward to learn from: run configs/quickstart_sft.yaml first,
 exports (runs/quickstart-sft/hf). Equal arguments give equal files; nothing is downloaded.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging as transformers_logging
+
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rl.config.command_line import make_parser
 

@@ -17,6 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+# As a script, Python searches only tools/ for modules.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from rl.config.command_line import make_parser
 
 PREFIX = "model.language_model."

@@ -6,7 +6,6 @@ The workers seal each score together with the arguments of its call (`rl.rewards
 import json
 import random
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from rl.config.schema import Config, Data
 from rl.data.batch import Batch
 from rl.data.completeness import SWITCH
 from rl.data.prompts import AGENT_COLUMNS, GROUND_TRUTH, Prompt, value_at
-from rl.data.reading import read_row, row_bytes
+from rl.data.reading import MESSAGES, read_row, row_bytes
 from rl.data.rendering import check_rendering
 from rl.data.special_tokens import special_ids
 from rl.faults.agreement import fail_together
@@ -200,12 +199,10 @@ class Arguments:
         """Raise CheckFailed unless the prompt renders its row, and ValueError unless it has its tokens."""
         content: Any = read_row(prompt.place).values.get(self._data.prompt_key)
         if prompt.messages is not None:
-            chat = content
-            if isinstance(content, str):
-                with suppress(ValueError):  # a text of data.string_prompts=user
-                    chat = json.loads(content)
-            if isinstance(chat, list | dict):
-                last = chat[-1] if isinstance(chat, list) and chat and isinstance(chat[-1], dict) else {}
+            is_text = isinstance(content, str)
+            if not is_text or MESSAGES.match(content):  # else a text of data.string_prompts=user
+                chat = json.loads(content) if is_text else content
+                last = chat[-1] if isinstance(chat, list) and chat else {}
                 content = last.get("content", last.get("value"))
         has_text = isinstance(content, str) and not prompt.images
         if has_text and _bare(content) not in _bare(prompt.text):

@@ -18,7 +18,7 @@ from rl.config.elastic_checks import check_elastic, check_limits
 from rl.config.exclusions import check_exclusions
 from rl.config.functions import FORM
 from rl.config.layout_checks import divisors
-from rl.config.needs import algorithm_of, learns_from_samples, needs_sampling_masks, uses_teacher
+from rl.config.needs import algorithm_of, learns, learns_from_samples, needs_sampling_masks, uses_teacher
 from rl.config.objective_checks import check_objective, objective_warnings
 from rl.config.options import ConfigError, flatten, show
 from rl.config.ranges import ranges_of
@@ -198,7 +198,8 @@ def check_data(config: Config) -> None:
         raise ConfigError(
             "data.prompt_key is empty, but a run needs it: set it to the column with the prompt."
         )
-    if data.string_prompts == "user" and (data.messages_key or {"pairs", "labels"} & {*needs}):
+    reads_others = data.messages_key or (learns(config) and {"pairs", "labels"} & {*needs})
+    if data.string_prompts == "user" and reads_others:
         raise ConfigError(
             "data.string_prompts=user is for prompts, not for conversations, pairs or labelled responses; "
             "write these as messages, and leave the key out."

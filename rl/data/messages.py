@@ -17,6 +17,7 @@ from typing import Any
 from rl.data.chat_template import REASONING_KEYS, ChatTemplate, read_json
 from rl.data.completeness import Completeness
 from rl.data.reading import FileRow, describe
+from rl.data.special_tokens import first_special
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class MessageReader:
         """
         value = row.values[column]
         if self._reads_strings and isinstance(value, str):
-            value = [{"role": "user", "content": value}]
+            value = self._of_user(value, f"{row.place}: column {column!r}")
         is_chat = isinstance(value, list) and value and all(isinstance(each, dict) for each in value)
         try:
             messages = self.normal(value, lambda item: without_nulls(item, row)) if is_chat else None
@@ -124,6 +125,17 @@ class MessageReader:
             kinds = f"{'a string or ' if is_text else ''}a list of {{role, content}} messages"
             raise ValueError(f"{row.place}: column {column!r} must be {kinds}, not {describe(value)}.")
         return value if messages is None else messages
+
+    def _of_user(self, text: str, place: str) -> Messages:
+        """Return a text as the message of a user. Raises ValueError if it cannot be one."""
+        if not text.strip():
+            raise ValueError(f"{place} is empty; write a prompt, or leave out the row.")
+        if token := first_special(text, self.tokenizer):
+            raise ValueError(
+                f"{place} begins with {token}, so the chat template has rendered it already; leave out "
+                "data.string_prompts=user."
+            )
+        return [{"role": "user", "content": text}]
 
     def _with_columns(self, messages: Messages | None, row: FileRow) -> Messages | None:
         """Return the messages, preceded by the system message if it has its own column.
@@ -183,9 +195,12 @@ class MessageReader:
         """
         name = self.tokenizer.name_or_path
         if not self.template.text:
+            wanted, remedy = f"column {column!r} holds messages", "prepare the prompts as strings"
+            if self._reads_strings:
+                wanted, remedy = "data.string_prompts=user needs a chat template", "leave it out"
             raise ValueError(
-                f"{row.place}: column {column!r} holds messages, but the tokenizer of {name} has no chat "
-                "template; use an instruct model, or prepare the prompts as strings."
+                f"{row.place}: {wanted}, but the tokenizer of {name} has no chat template; use an instruct "
+                f"model, or {remedy}."
             )
         try:
             text = self.template.render(messages, tools)

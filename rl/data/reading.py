@@ -38,7 +38,7 @@ CHUNK = 1 << 24
 """Bytes that are read at once to find the lines of a file."""
 BLOCK = 4096
 """Rows of a parquet file that are kept together after one of them was read again."""
-_MESSAGES = re.compile(
+MESSAGES = re.compile(
     r"""\s*(?:\[\s*\{\s*["'](?:role|from|content|value)["']\s*:"""
     r"""|\{\s*["'](?:messages|conversations?)["']\s*:\s*\["""
     r"""|\[?\s*\{[^{}]*?["'](?:role|from)["']\s*:\s*["'](?:system|developer|user|human)["'])"""
@@ -242,8 +242,9 @@ def _check_kind(path: Path, name: str) -> None:
                 f", or download the data set (hf download {path} --repo-type dataset --local-dir DIR) and "
                 "name its files"
             )
-        remedy = similar_beside(path) or f"{remedy}."
-        raise ValueError(f"{name} does not exist (working directory {Path.cwd()}); {remedy}")
+        meant = similar_beside(path, lambda entry: entry.suffix in _READERS and entry.is_file())
+        place = f"working directory {Path.cwd()}"
+        raise ValueError(f"{name} does not exist ({place}); {meant}{remedy}.")
     elif path.suffix not in _READERS:
         raise ValueError(
             f"{name} ends in {path.suffix!r}, but must be .parquet, .jsonl, .json, .arrow, or a "
@@ -269,7 +270,7 @@ def _decode_texts(row: FileRow, mappings: Sequence[str], required: Columns) -> N
                 f'{{"ground_truth": "4"}} in reward_model, not {describe(value)}.'
             )
     for name in required:
-        if isinstance(value := values[name], str) and _MESSAGES.match(value):
+        if isinstance(value := values[name], str) and MESSAGES.match(value):
             remedy = ", although its text begins like JSON; store them as a list or as JSON text"
             values[name] = _parse(value, f"{row.place}: messages in column {name!r}", remedy)
             if row.number == 1:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.data.chat_template import template_of
 from rl.data.prompts import Prompt
-from rl.data.special_tokens import hide
+from rl.data.special_tokens import first_special, hide
 
 NUM_COMPARED = 32
 """Number of prompts that are compared, evenly spread over a set; fewer if the set has fewer prompts."""
@@ -81,7 +81,7 @@ def note_of_strings(prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase) 
         if isinstance(row, Prompt) and row.messages is None and row.response_mask is None
     )
     first = next(strings, None)
-    if first is None or tokenizer.chat_template is None:
+    if first is None or tokenizer.chat_template is None or first_special(first.text, tokenizer):
         return ""
     file = first.place.rpartition(", row ")[0] or "data.train"
     return (

@@ -40,6 +40,12 @@ def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return added | set(tokenizer.all_special_ids)
 
 
+def first_special(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the special token with which a text begins, as a prompt that is rendered already; "" if none."""
+    found = _special(tokenizer, len(tokenizer)).pattern.match(text.lstrip())
+    return found[0] if found else ""
+
+
 def hide(value: Any, tokenizer: PreTrainedTokenizerBase, kept: Collection[str] = ()) -> Any:
     """Return a text, or a nested list or dict of texts, with the special tokens in it marked as plain text.
 

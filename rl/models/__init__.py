@@ -140,12 +140,12 @@ def read_hf_config(directory: str, *, key: str = "model.path") -> dict:
                 f"{key}={directory} is a file, but must be the directory of a Hugging Face checkpoint (for a "
                 "GGUF file, lockstep model --gguf FILE --out DIR makes one)."
             )
-        remedy = similar_beside(path.parent) or (
-            "download the checkpoint first "
+        meant = similar_beside(path.parent, lambda entry: (entry / "config.json").is_file())
+        raise ValueError(
+            f"{key}={directory} is not a directory; {meant}download the checkpoint first "
             f"(hf download {directory if directory.count('/') == 1 else 'NAME'} --local-dir DIR) and set "
             f"{key}=DIR."
         )
-        raise ValueError(f"{key}={directory} is not a directory; {remedy}")
     return merged(read_object(path))
 
 

@@ -121,13 +121,17 @@ def _read(path: Path) -> bytes:
         raise ValueError(f"{path} cannot be read: {error.strerror}; copy it again.") from error
 
 
-def similar_beside(path: Path) -> str:
-    """Return "did you mean ...?" for a missing path if its directory has a similar name, else ""."""
+def similar_beside(path: Path, fits: Callable[[Path], bool]) -> str:
+    """Return "did you mean ...? If not, " for a missing path whose directory has a similar name, else "".
+
+    fits: whether an entry of the directory can be meant.
+    """
     entries: list[str] = []
     with contextlib.suppress(OSError), os.scandir(path.parent) as found:
-        entries = [entry.name for entry in itertools.islice(found, 10_000)]
-    near = difflib.get_close_matches(path.name, entries, 1)
-    return f"did you mean {path.with_name(near[0])}?" if near else ""
+        entries = [entry.name for entry in itertools.islice(found, 10_000) if entry.name != path.name]
+    near = [path.with_name(name) for name in difflib.get_close_matches(path.name, entries)]
+    meant = next(filter(fits, near), None)
+    return f"did you mean {meant}? If not, " if meant else ""
 
 
 def refuse_pointer(path: Path) -> None:

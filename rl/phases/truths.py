@@ -90,9 +90,13 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
 def _remedy(prompt: Prompt, key: str) -> str:
     """Return what to do about a missing ground truth. key: column, or path into one, where it was read."""
     values = read_row(prompt.place).values
-    if key.split(".")[0] in values:
-        return "fill in the value, or leave out the row"
-    return f"set data.ground_truth_key to its column, one of {', '.join(map(str, values))}"
+    *parents, last = key.split(".")
+    found: Any = values
+    for name in parents:
+        found = found.get(name) if isinstance(found, dict) else None
+    is_there = isinstance(found, dict) and last in found
+    own = "fill in the value, leave out the row, or " if is_there else ""
+    return f"{own}set data.ground_truth_key to its column, one of {', '.join(map(str, values))}"
 
 
 def _environment(plan: AgentPlan, prompt: Prompt) -> str:

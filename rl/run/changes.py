@@ -33,6 +33,7 @@ IDENTITY = (
     "teacher.sources",
     "critic.path",
     "implicit_reward.path",
+    "data.string_prompts",
 )
 """Keys that identify a run. The keys that name columns of the data (`data.*_key`) identify it too."""
 UNNAMED = "run"

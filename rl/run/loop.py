@@ -61,7 +61,8 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     newest, named = find_checkpoint(config, store)
     kind: type[TrainingLoop] = wing.door(config, "training") or TrainingLoop
     with fail_together():
-        kind.check(config)
+        if leads:
+            kind.check(config)
     if newest is not None and (changed := changes(config, store.config_of(newest))):
         words = ", ".join(f"{key}: {text}" for key, text in changed.items())
         noun = "key differs" if len(changed) == 1 else "keys differ"
@@ -159,7 +160,7 @@ class TrainingLoop:
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise ConfigError, before a model is built, if the files of the run leave nothing to do."""
+        """Raise ConfigError, before a model is built, if the run's files leave nothing to do. For rank 0."""
 
     @classmethod
     def prepare(cls, config: Config, inputs: Inputs, step: StepRecord) -> None:

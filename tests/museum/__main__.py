@@ -79,6 +79,7 @@ def visit(museum: Museum, chosen: list[Exhibit], again: bool) -> int:
             check, lines = seen.check
             second = museum.visit(found, silenced=check) if check else seen
             text = second.line.partition("\n")[0] if second.is_in_time else "silent"
+            text = "it hangs" if " did not end within " in text else text
             text = text if check else "not run, because the check has no function of its own"
             print(f"    without {check} ({lines} lines): {text}", flush=True)
     print(f"{num_caught} of {len(chosen)} caught")

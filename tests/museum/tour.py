@@ -166,7 +166,7 @@ class Museum:
 
     def visit(self, exhibit: Exhibit, silenced: str = "") -> Visit:
         """Run an exhibit. silenced: a check, as `Visit.check` names it, whose errors are swallowed."""
-        place = self.directory / re.sub(r"\W+", "_", exhibit.name)
+        place = self.directory / (re.sub(r"\W+", "_", exhibit.name) + "_silenced" * bool(silenced))
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         steps = STEPS_BEFORE + 2 if exhibit.resumes else exhibit.at + 1
@@ -175,7 +175,8 @@ class Museum:
         arguments = self._arguments(exhibit, place / "run", f"run.max_steps={steps}")
         start, line, log = time.monotonic(), "", ""
         try:
-            stdout = run_ranks(exhibit.ranks, RANK, exhibit.name, place, silenced, *arguments, timeout=300)
+            given = RANK, exhibit.name, place, silenced
+            stdout = run_ranks(exhibit.ranks, *given, *arguments, timeout=300 if silenced else 900)
             line = "".join(WARNING.findall(stdout[0])[:1]) if exhibit.warns else ""
         except RanksFailed as error:
             (place / "log").write_text(log := str(error))

@@ -39,8 +39,9 @@ class Evaluation(TrainingLoop):
 
     @classmethod
     def check(cls, config: Config) -> None:
-        """Raise ConfigError if there is no checkpoint to measure."""
-        targets(config)
+        """Raise ConfigError if there is no checkpoint to measure. For rank 0."""
+        if config.checkpoint.resume != "never":
+            checkpoints(config)
 
     @classmethod
     def prepare(cls, config: Config, inputs: Inputs, step: StepRecord) -> None:

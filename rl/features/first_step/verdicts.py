@@ -20,7 +20,7 @@ from rl.config.durations import seconds_of
 from rl.config.needs import algorithm_of, learns_from_samples, uses_teacher
 from rl.config.schema import Config
 from rl.data.batch import Batch, segment_counts
-from rl.data.special_tokens import decode, special_ids
+from rl.data.special_tokens import decode, first_special, special_ids
 from rl.run_directory.view import duration
 from rl.training.learning_rate import learning_rate
 
@@ -128,6 +128,8 @@ def chat_template(facts: Facts) -> Verdict | None:
     if samples.prompts[0].messages is None:
         if tokenizer.chat_template is None:
             return Verdict("chat template", "ok", "prompts are text, and the model has no chat template")
+        if token := first_special(samples.prompts[0].text, tokenizer):
+            return Verdict("chat template", "ok", f"prompts are text that begins with {token}")
         return Verdict(
             "chat template",
             "look",

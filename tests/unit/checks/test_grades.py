@@ -71,7 +71,7 @@ def test_arguments_of_another_row_or_text_are_named(prompts):
 
 def test_a_string_as_a_users_message_is_compared_with_its_row(tmp_path):
     path = tmp_path / "a.jsonl"
-    texts = ["1+1=", "[1, 2]: the sum?", "[1, 2]", "42", '{"a": 1}']
+    texts = ["1+1=", "[1, 2]: the sum?", "[1, 2]", "42", '[{"id": 1, "value": "caf\\u00e9"}]']
     path.write_text("".join(json.dumps({"question": text}) + "\n" for text in texts))
     options = dict(prompt_key="question", string_prompts="user", max_prompt_tokens=128, overlong="error")
     prompts = load_prompts([path], tokenizer_of("qwen2.5"), **options)

@@ -105,6 +105,11 @@ def test_a_string_can_be_the_message_of_a_user(load):
     assert said[0].messages == plain[0].messages == chat
     assert said[0].token_ids.tolist() == plain[0].token_ids.tolist() != load("1+1=")[0].token_ids.tolist()
     assert whole[0].messages == [system, *chat]
+    with pytest.raises(ValueError, match="a.jsonl, row 1: column 'prompt' is empty"):
+        load(" ", string_prompts="user")
+    rendered = load(chat)[0].text
+    with pytest.raises(ValueError, match="the chat template has rendered it already"):
+        load(rendered, string_prompts="user")
 
 
 def test_a_file_with_columns_of_its_own_is_read_whole(load):

@@ -240,7 +240,7 @@ def test_a_missing_file_is_named_with_its_key_and_the_remedy(tmp_path):
     with pytest.raises(ValueError, match=r"^data.val=.*none.parquet does not exist .*correct the path\.$"):
         check_data_files([tmp_path / "none.parquet"], key="data.val")
     (tmp_path / "train.parquet").touch()
-    with pytest.raises(ValueError, match=r"does not exist .*; did you mean .*/train.parquet\?$"):
+    with pytest.raises(ValueError, match=r"; did you mean .*/train.parquet\? If not, correct"):
         check_data_files([tmp_path / "trian.parquet"], key="data.train")
     with pytest.raises(ValueError, match=r"data.train=openai/gsm8k .*hf download openai/gsm8k --repo-type"):
         check_data_files(["openai/gsm8k"], key="data.train")

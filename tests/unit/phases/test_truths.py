@@ -60,7 +60,7 @@ def test_a_truth_that_a_function_cannot_read_is_refused_with_its_row(name, monke
     with pytest.raises(ValueError, match="^a.jsonl, row 2: reward_model.ground_truth") as caught:
         check(monkeypatch, [right, None], f"rl.rewards.{name}:score")
     assert str(caught.value).endswith("set data.ground_truth_key to its column, one of question, answer.")
-    with pytest.raises(ValueError, match="answer is missing, .*; fill in the value, or leave out the row"):
+    with pytest.raises(ValueError, match="answer is missing, .*; fill in the value, leave out the row"):
         named = ("data.ground_truth_key=answer",)
         check(monkeypatch, [right, None], f"rl.rewards.{name}:score", overrides=named)
 
