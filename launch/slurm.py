@@ -8,9 +8,10 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 TIMEOUT_S = 60
@@ -20,6 +21,8 @@ the present one, and SQUEUE_STATES, for example, hides jobs."""
 GIVEN = "LOCKSTEP_GIVEN"
 """Variable with the path of the environment that the present job was given, in the form of /proc/PID/environ.
 sbatch passes this environment on, without what site.sh, stage.sh and job.sh set for this node."""
+ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+"""Signals that would end a command between a submission and its note."""
 
 
 class SlurmError(ValueError):
@@ -88,12 +91,23 @@ def table(columns: str, *command: str) -> list[list[str]]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Delay signals that would end this process, or its commands, until a job is submitted and noted."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGINT, signal.SIGTERM})
-    try:  # commands inherit the mask
+    """Delay signals that would end this process, or its commands, until a job is submitted and noted.
+
+    Commands inherit the mask of this thread. A signal that another thread takes, for example numpy's, is
+    delayed in the main thread only, where Python can set handlers.
+    """
+    came: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with ExitStack() as stack:  # at its end: the handlers, then what came, which waits for the mask
+        stack.callback(signal.pthread_sigmask, signal.SIG_SETMASK, mask)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        stack.callback(lambda: list(map(signal.raise_signal, came)))
+        for number in ENDING if threading.current_thread() is threading.main_thread() else ():
+            handler = signal.getsignal(number)
+            if handler not in (None, signal.SIG_IGN):  # None: Python cannot restore it
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, lambda number, _: came.append(number))
         yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def submit(*words: str) -> str:

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     with undisturbed():
         job = scheduler.submit(file, name=config.run.name)
         note_job(directory, job)
-    print(f"\nsubmitted job {job}; lockstep status {shlex.quote(config.run.dir)}")
+        print(f"\nsubmitted job {job}; lockstep status {shlex.quote(config.run.dir)}", flush=True)
     return 0
 
 

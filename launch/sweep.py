@@ -122,8 +122,8 @@ def main(argv: list[str]) -> int:
     with undisturbed():
         job = scheduler.submit(file, name=sweep.name, tasks=array, at_a_time=at_a_time)
         note_job(directory / DIRECTORY, job, tasks=tasks, file=file.name, array=not in_one_job)
-    what = f"job {job} with {len(tasks)} points" if in_one_job else f"array {job} with {len(tasks)} tasks"
-    print(f"\nsubmitted {what}; lockstep status {shlex.quote(str(directory))}")
+        what = f"job {job} with {len(tasks)} points" if in_one_job else f"array {job} with {len(tasks)} tasks"
+        print(f"\nsubmitted {what}; lockstep status {shlex.quote(str(directory))}", flush=True)
     return 0
 
 

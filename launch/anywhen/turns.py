@@ -69,7 +69,7 @@ def turn(directory: Path, own: str = "") -> str:
     with slurm.undisturbed():
         job = queue.submit(plan, ask, number)
         _note_submitted(directory, number, job)
-    print(f"anywhen: job {job} asks for {ask.nodes} nodes for {ask.seconds / 3600:.2f} h", flush=True)
+        print(f"anywhen: job {job} asks for {ask.nodes} nodes for {ask.seconds / 3600:.2f} h", flush=True)
     return ""
 
 

@@ -112,6 +112,15 @@ class TestSubmit:
         (run,) = read_runs([place / "runs" / "test"])
         assert run.state == "queued"
 
+    def test_a_user_who_interrupts_sbatch_learns_of_the_job(self, place, monkeypatch):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # numpy's threads take signals
+        (place / "bin" / "sbatch").write_text("#!/bin/bash\nkill -TERM $PPID $$; echo 17\n")
+        done = run_launch("submit", *self.arguments)
+        assert done.returncode == -signal.SIGTERM and "submitted job 17" in done.stdout
+        assert read_runs([place / "runs" / "test"])[0].job == "17"
+        done = run_launch("sweep", "sweep.yaml")
+        assert done.returncode == -signal.SIGTERM and "submitted array 17 with 6 tasks" in done.stdout
+
     @pytest.mark.parametrize("kind, job", [("pbs", "17.server"), ("lsf", "17"), ("flux", "f3XyZ")])
     def test_other_schedulers_get_a_file_of_their_own(self, place, kind, job):
         out = launch("submit", *self.arguments, "--scheduler", kind, "--dry-run")

@@ -1,8 +1,10 @@
 """Slurm's commands as sites wrap them; scripts play them."""
 
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -55,20 +57,63 @@ def test_other_columns_are_refused(play):
 
 
 PROGRAM = """
-import signal, sys
+import signal, sys, threading
+import numpy  # its threads take signals, too
 from launch import slurm
+threading.Thread(target=threading.Event().wait, daemon=True).start()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with slurm.undisturbed():
     print(slurm.submit("job.sbatch"), flush=True)
 """
 
 
-def test_a_job_is_noted_before_a_signal_ends_the_process(play):
-    """Slurm sends it to all processes of a job at once."""
-    play("sbatch", "kill -TERM $PPID $$; echo 17")
+@pytest.mark.parametrize("name, code", [("TERM", 3), ("INT", -signal.SIGINT), ("HUP", -signal.SIGHUP)])
+def test_a_job_is_noted_before_a_signal_ends_the_process(play, monkeypatch, name, code):
+    """Slurm sends it to all processes of a job at once, a terminal to all of the command line."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    play("sbatch", f"kill -{name} $PPID $$; sleep 0.2; echo 17")
     root, options = Path(slurm.__file__).parents[1], dict(capture_output=True, text=True, timeout=60)
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=root, **options)
-    assert (done.returncode, done.stdout) == (3, "17\n")
+    assert (done.returncode, done.stdout) == (code, "17\n")
+
+
+def test_a_signal_comes_once_after_nested_blocks_that_fail():
+    def strike() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, slurm.ENDING)
+        signal.raise_signal(signal.SIGTERM)
+
+    came: list[int] = []
+    thread = threading.Thread(target=strike)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    before = signal.signal(signal.SIGTERM, handler := lambda number, _: came.append(number))
+    try:
+        with pytest.raises(slurm.SlurmError), slurm.undisturbed():
+            try:
+                with slurm.undisturbed():
+                    thread.start()
+                    thread.join()
+                    raise slurm.SlurmError
+            finally:
+                assert not came
+        assert came == [signal.SIGTERM] and signal.getsignal(signal.SIGTERM) is handler
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_another_thread_only_masks():
+    found: list[object] = []
+
+    def enter() -> None:
+        with slurm.undisturbed():
+            found.extend([signal.pthread_sigmask(signal.SIG_BLOCK, ()), signal.getsignal(signal.SIGTERM)])
+
+    (thread := threading.Thread(target=enter)).start()
+    thread.join()
+    mask, handler = found
+    assert mask >= {*slurm.ENDING} and handler is signal.getsignal(signal.SIGTERM)
 
 
 def test_a_command_that_hangs_gives_no_answer(play, monkeypatch):
