@@ -68,10 +68,13 @@ class Grid:
         """Return the grid of the weights of a model that its class computes (`training.shard`).
 
         Every rank of it has its own samples, but `etp` ranks share a copy of all weights: they take the place
-        of tensor parallel ranks.
+        of tensor parallel ranks. With etp=1 Megatron reduces all gradients in the group `dp_cp`.
         """
         groups = copy.copy(self.groups)
-        groups.tp, groups.dp_cp = groups.expt_tp, groups.expt_dp
+        if self.etp == 1:
+            groups.expt_dp = groups.dp_cp
+        else:
+            groups.tp, groups.dp_cp = groups.expt_tp, groups.expt_dp
         place = dict(tp=self.etp, tp_rank=self.etp_rank, dp_rank=groups.expt_dp.rank())
         return replace(self, groups=groups, dp=groups.expt_dp.size(), **place)
 
