@@ -59,10 +59,9 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     progress.line(f"{config.run.name}: {config.algorithm}, {ranks}, {len(inputs.prompts)} prompts")
     store = CheckpointStore(config, fence=partial(check_lock, watchdog.lock))
     newest, named = find_checkpoint(config, store)
-    kind: type[TrainingLoop] = wing.door(config, "training") or TrainingLoop
     with fail_together():
         if leads:
-            kind.check(config)
+            loop_of(config).check(config)
     if newest is not None and (changed := changes(config, store.config_of(newest))):
         words = ", ".join(f"{key}: {text}" for key, text in changed.items())
         noun = "key differs" if len(changed) == 1 else "keys differ"
@@ -82,13 +81,17 @@ def run(config: Config, inputs: Inputs, device: Device, watchdog: Watchdog) -> i
     if not set_up.trains:
         return set_up.generate(stop)
     phases = set_up.phases(progress, stop)
-    asked, code = take_steps(kind, config, algorithm, inputs, phases, status, stop, store, (newest, named))
+    asked, code = take_steps(config, algorithm, inputs, phases, status, stop, store, (newest, named))
     set_up.close()
     return note_end(status, asked, code)
 
 
+def loop_of(config: Config) -> "type[TrainingLoop]":
+    """Return the class whose `run` is the run: the steps of a training, or another option's."""
+    return wing.door(config, "training") or TrainingLoop
+
+
 def take_steps(
-    kind: "type[TrainingLoop]",
     config: Config,
     algorithm: ModuleType,
     inputs: Inputs,
@@ -114,6 +117,7 @@ def take_steps(
     asked, code = None, 0
     if not is_finished:
         resumes = newest is not None
+        kind = loop_of(config)
         kind.prepare(config, inputs, phases.step)
         log = RunLog(
             config, inputs, phases.step, status, last_step=last_step, metrics=metrics, resumes=resumes

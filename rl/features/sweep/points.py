@@ -42,7 +42,7 @@ from rl.models import architecture
 from rl.models.peft import check_peft
 from rl.phases.scorer import start_pool
 from rl.run.checkpoints import find_checkpoint
-from rl.run.loop import TrainingLoop, is_complete, note_end, take_steps
+from rl.run.loop import is_complete, note_end, take_steps
 from rl.run.set_up import make_grid, make_phases, make_step
 from rl.run_directory.metric_log import read_records
 from rl.run_directory.progress import Counter, Progress
@@ -270,15 +270,7 @@ def _run(
         requests = PointStop(files, stop, survivors, to_save, point.number, step, own.run.max_steps)
         try:
             asked, _ = take_steps(
-                TrainingLoop,
-                own,
-                point.algorithm,
-                inputs,
-                phases,
-                point.status,
-                requests,
-                point.store,
-                point.found,
+                own, point.algorithm, inputs, phases, point.status, requests, point.store, point.found
             )
             point.fence()
         except LockLost:
