@@ -12,7 +12,7 @@ from rl.config.agent_plan import AgentPlan
 from rl.config.functions import companion
 from rl.config.needs import generates_held_out, scores_training
 from rl.config.schema import Config
-from rl.data.prompts import GROUND_TRUTH, Prompt
+from rl.data.prompts import GROUND_TRUTH, Prompt, value_at
 from rl.data.reading import read_row
 from rl.engines.inputs import Inputs
 from rl.rewards.mixture import Mixture, read_truth
@@ -89,14 +89,11 @@ def check_truths(config: Config, inputs: Inputs, pool: ScoringPool) -> None:
 
 def _remedy(prompt: Prompt, key: str) -> str:
     """Return what to do about a missing ground truth. key: column, or path into one, where it was read."""
-    values = read_row(prompt.place).values
+    row = read_row(prompt.place)
     *parents, last = key.split(".")
-    found: Any = values
-    for name in parents:
-        found = found.get(name) if isinstance(found, dict) else None
-    is_there = isinstance(found, dict) and last in found
-    own = "fill in the value, leave out the row, or " if is_there else ""
-    return f"{own}set data.ground_truth_key to its column, one of {', '.join(map(str, values))}"
+    found = value_at(row, parents)
+    own = "fill in the value, leave out the row, or " if isinstance(found, dict) and last in found else ""
+    return f"{own}set data.ground_truth_key to its column, one of {', '.join(map(str, row.values))}"
 
 
 def _environment(plan: AgentPlan, prompt: Prompt) -> str:
