@@ -48,7 +48,7 @@ class Cluster:
     def run(self, *command: object, cwd: Path | None = None, **env: str) -> str:
         options = dict(cwd=cwd, capture_output=True, text=True, timeout=PATIENCE_S)
         done = subprocess.run(list(map(str, command)), env=self.env | env, **options)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert done.returncode == 0, f"{command}: exit code {done.returncode}: {done.stderr}{done.stdout}"
         return done.stdout
 
     def switch(self, what: str, *arguments: str) -> None:
@@ -63,12 +63,24 @@ class Cluster:
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "-o", "show", "job", job)))
 
     def wait(self, job: str, states=ENDED, timeout: float = PATIENCE_S) -> dict[str, str]:
-        """Wait until the job is in one of the states, and return its facts."""
+        """Wait until the job is in one of the states, and return its facts.
+
+        A look that fails says nothing of the job (`scontrol` once ended without a word): the next one counts.
+        """
         deadline = time.monotonic() + timeout
-        while (facts := self.job(job))["JobState"] not in states:
+        failures = 0
+        while True:
+            try:
+                facts, failures = self.job(job), 0
+            except AssertionError:
+                failures += 1
+                if failures == 10:
+                    raise
+                facts = {"JobState": "unknown", "Reason": "scontrol failed"}
+            if facts["JobState"] in states:
+                return facts
             assert time.monotonic() < deadline, f"job {job} is still {facts['JobState']} ({facts['Reason']})"
             time.sleep(0.2)
-        return facts
 
 
 PORTS = itertools.count(17000 + os.getpid() % 150 * 100, 20)
