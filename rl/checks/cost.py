@@ -11,8 +11,8 @@ DIRECTIONS = 5
 def slope_passes(response_tokens: int, missing: int = DIRECTIONS) -> tuple[int, int]:
     """Return the number of tokens of a pass, and of directions to measure. missing: those not measured yet.
 
-    A gradient counts as three forward passes, and a direction as four.
+    A gradient counts as three forward passes, and a direction as three: two, or four with random signs.
     """
     budget = int(COST * 4 * response_tokens)
     tokens = min(max(budget // 7, TOKENS.start), TOKENS.stop)
-    return tokens, max(min(missing, 2), min(missing, (budget - 3 * tokens) // (4 * tokens)))
+    return tokens, max(min(missing, 2), min(missing, (budget - 3 * tokens) // (3 * tokens)))

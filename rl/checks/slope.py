@@ -177,17 +177,22 @@ class SlopeCheck:
 
         def slope_of(names: str, along: str, moves: Sequence[WeightMove]) -> Slope:
             own = [move for move in moves if move.parameter is not None]
-            changes, ends = list[float](), list[list[Tensor]]()
-            for half in (1.0, 0.5):
+
+            def change(half: float) -> tuple[float, list[tuple[Tensor, ...]]]:
+                """Return half of the change with 2 * half * h, and the values of each weight at both ends."""
                 means, ends = [], []
                 for step in (half, -half):
                     with ExitStack() as stack:
                         ends.append([stack.enter_context(_moved(move, step)) for move in own])
                         means.append(mean_output())
-                changes.append((means[0] - means[1]) / 2 / half)
-            terms = [move.share * ((up - down) * move.gradient).sum() for move, up, down in zip(own, *ends)]
-            coarse, fine = changes
-            return Slope(names, along, coarse, fine, self._summed([sum(terms)])[0], error)
+                return (means[0] - means[1]) / 2 / half, list(zip(*ends))
+
+            fine, ends = change(0.5)
+            terms = [move.share * ((up - down) * move.gradient).sum() for move, (up, down) in zip(own, ends)]
+            slope = Slope(names, along, fine, fine, self._summed([sum(terms)])[0], error)
+            if along == RANDOM or self._is_wrong([slope]):  # curvature may explain it
+                slope = slope._replace(coarse=change(1.0)[0])
+            return slope
 
         for direction in self._left[:number]:
             if direction is None:

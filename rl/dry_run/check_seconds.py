@@ -34,4 +34,4 @@ def check_seconds(estimate: Estimate) -> tuple[float, float]:
     if needs_reference(config):
         later += one_pass(FEW_TOKENS)
     tokens, number = slope_passes(round(estimate.sequences * estimate.lengths.response), DIRECTIONS)
-    return later + (3 + 1 + 4 * number) * one_pass(tokens), later
+    return later + (3 + 1 + 3 * number) * one_pass(tokens), later
