@@ -1,17 +1,21 @@
 """Comparison of the models before their first update with what the run started from."""
 
+import math
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rl.checkpoint.contents import (
+    WEIGHT,
     buffer_checksums,
     describe,
     exported_checksums,
     in_words,
+    model_shards,
     summed,
     total_checksums,
 )
@@ -20,6 +24,7 @@ from rl.models.files import TensorReader, tensor_files
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.names import listed, one_of_each_kind
 from rl.training.engine import TrainingEngine
+from rl.training.optimizer import MASTER, main_weights
 from rl.training.weights import full_weights
 
 ADAPTED = 2.0**-4
@@ -28,6 +33,10 @@ ADAPTED = 2.0**-4
 
 class ChangedSinceStart(RuntimeError):
     """Raised on every rank if a model or a state differs from what the run started from."""
+
+
+class WronglySaved(RuntimeError):
+    """Raised on every rank if a checkpoint would not have everything that the run has changed."""
 
 
 class Start:
@@ -105,6 +114,36 @@ def check_loaded(name: str, model: TrainingEngine, *, is_new: bool = True) -> No
             f"{listed(wrong)} of the {name} are not those in the files of {model.spec.path}, {len(wrong)} of "
             f"{len(chosen)} that were compared: the load or the layout in rl/models is wrong."
         )
+
+
+def check_complete(models: Mapping[str, TrainingEngine]) -> None:
+    """Raise WronglySaved unless a checkpoint of the models has each number of each of their parts once.
+
+    The parts are the weights and what the optimizer keeps for them. Collective over the world.
+    """
+    mine, sizes = Counter[str](), dict[str, int]()
+    for name, model in models.items():
+        sizes |= {f"{name}/{hf}": math.prod(shape) for hf, shape in describe(model)["tensors"].items()}
+        mains = [] if model.optimizer is None else [*main_weights(model.optimizer)]
+        parts = {p: [MASTER] * (main.dtype is not p.dtype) + [*state] for p, main, state in mains}
+        for weight, parameter in model.learned_map.local():
+            names = {WEIGHT, *parts.get(parameter, ())} - {"step"}
+            mine.update({f"{name}/{part}/{hf}": 0 for part in names for hf in weight.hf})
+        for shard in model_shards(name, model):
+            mine[shard.name] += shard.tensor.numel()
+    for key, number in summed(mine).items():
+        name, part, hf = key.split("/", 2)
+        if number != sizes[f"{name}/{hf}"]:
+            raise WronglySaved(
+                f"a checkpoint would have {number} of {sizes[f'{name}/{hf}']} numbers of {key}."
+            )
+
+
+def check_controllers(state: Mapping[str, Any], parts: Iterable[Any]) -> None:
+    """Raise WronglySaved unless the state of a checkpoint has all controllers. parts: the phases."""
+    for own in [own for part in parts for own in getattr(part, "__dict__", {}).values()]:
+        if hasattr(own, "update") and hasattr(own, "state_dict") and own.state_dict() not in state.values():
+            raise WronglySaved(f"a checkpoint would lack {own.state_dict()} of {type(own).__name__}.")
 
 
 def check_restored(source: str, saved: Mapping[str, Any], restored: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl.checkpoint.hf import export_hf
 from rl.checkpoint.rng import reseed_rng
-from rl.checkpoint.start import Start, check_loaded, check_restored
+from rl.checkpoint.start import Start, check_complete, check_controllers, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.checks.model_files import check_function, wrong_export
 from rl.config.needs import learns
@@ -136,6 +136,7 @@ class RunCheckpoints:
         """
         self._phases.draw.check_cursor(cursor)
         state = self._phases.sampler.state_dict(cursor) | self._controllers()
+        check_controllers(state, vars(self._phases).values())
         return state | {"contents": self._contents}
 
     def _controllers(self) -> dict:
@@ -153,6 +154,7 @@ class RunCheckpoints:
         Models, `state` and `metrics` must be from the end of the step.
         """
         with self._phases.saving():
+            check_complete(self._phases.engines.learning)
             self._store.save(step, self._phases.engines.learning, state, metrics)
         self._note_complete()
 

@@ -3,7 +3,7 @@
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 LOADED = "checksums of a loaded checkpoint"
-START = "state at the first update"
+START, COMPLETE = "state at the first update", "whole checkpoints"
 EVERY = "agreement.weights_every=1"
 
 
@@ -237,3 +237,27 @@ def exported_adapter_with_another_scale(bug: Bug) -> None:
     @bug.replaces(peft, "peft_config")
     def other(peft_config, *args, rank, scale, source):
         return peft_config(*args, rank=rank, scale=scale / rank**0.5, source=source)
+
+
+@exhibit("TensorAuto/OpenTau#185", overrides=("model.dtype=bfloat16", "checkpoint.every=1"))
+@caught_by(COMPLETE, r"WronglySaved: a checkpoint would have 0 of \d+ numbers of policy/master/")
+@replaces("rl.checkpoint.contents._optimizer_tensors")
+def checkpoints_without_master_weights(bug: Bug, tensors, optimizers, parameter):
+    """A resume made the master weights of the rounded weights, and lost what was below the rounding."""
+    start, found = tensors(optimizers, parameter)
+    return start, {part: tensor for part, tensor in found.items() if part != "master"}
+
+
+@exhibit(
+    "verl-project/verl#2653",
+    overrides=(
+        "objective.adaptive_entropy.target=6.0",
+        "objective.adaptive_entropy.delta=0.01",
+        "checkpoint.every=1",
+    ),
+)
+@caught_by(COMPLETE, r"WronglySaved: a checkpoint would lack \{'coef': .*\} of EntropyController")
+@replaces("rl.run.checkpoints.RunCheckpoints._controllers")
+def controller_that_no_checkpoint_has(bug: Bug, controllers, self):
+    """An adaptive coefficient began again at its first value after each resume."""
+    return {name: state for name, state in controllers(self).items() if name != "entropy_control"}

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
+from rl.checkpoint.start import check_restored
 from rl.checks.batches import check_staleness
 from rl.config.options import ConfigError
 from rl.config.schema import Config
@@ -219,6 +220,9 @@ class CarryOver(Generation):
                 f"the checkpoint holds samples of prompts that have changed: {error}; resume with the "
                 "data.train, the chat template and the data.* keys of the saved run."
             ) from error
+        drawn = [[group.prompt.index, group.prompt.draw] for group in frontier.groups]
+        found = {"num_drawn": frontier.num_drawn, "prompts": drawn}
+        check_restored("the checkpoint's carry_over", state["carry_over"], found)
         n = self._config.rollout.samples_per_prompt
         if any(len({sample.number for sample in group.samples}) != n for group in frontier.groups):
             raise ConfigError(

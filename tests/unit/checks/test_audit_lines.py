@@ -8,7 +8,7 @@ from tests.museum.lines import AUDITS, MIXED, ROOT, counted, definitions
 ERRORS = (
     r"ChangedSinceStart|CheckFailed|Disagreement|LogprobMismatch|RefitMismatch|SamplesDiffer|StaleTokens|StateChanged|"
     r"Wrong(Answer|Backward|Distribution|Gradient|Images|Learning|LearningRate|Reduction|Routes|Step|Tokens)|"
-    r"Wrongly(Exported|Loaded)"
+    r"Wrongly(Exported|Loaded|Saved)"
 )
 
 
