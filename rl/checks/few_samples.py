@@ -1,7 +1,8 @@
 """Selects a few samples of a step for checks that need their own forward passes."""
 
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import torch
@@ -26,6 +27,11 @@ def first_samples(plan: MicroBatchPlan, size: Callable[[int], int], *, enough: f
                 few[rank].append(sample)
                 total += own
     return few
+
+
+def some(samples: Sequence[int], most: int, seed: int) -> list[int]:
+    """Return up to `most` random samples: with a regular distance all might be the first of their groups."""
+    return random.Random(seed).sample(samples, min(most, len(samples)))
 
 
 def only(plan: MicroBatchPlan, few: list[list[int]], *, multiple: int) -> MicroBatchPlan:

@@ -4,7 +4,6 @@ The workers seal each score together with the arguments of its call (`rl.rewards
 """
 
 import json
-import random
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from rl.checks.batches import CheckFailed, place
+from rl.checks.few_samples import some
 from rl.config.reward_sources import RewardPlan
 from rl.config.schema import Config, Data
 from rl.data.batch import Batch
@@ -36,11 +36,6 @@ def calls_of(plan: RewardPlan, sample: Mapping[str, Any]) -> list[tuple[str, flo
     """Return the calls that score a sample, as `rl.rewards.score.digest` reads them."""
     components = plan.sources.get(sample["data_source"], plan.default)
     return [(each.function, each.weight, {**each.kwargs, **sample}) for each in components]
-
-
-def some_samples(batch: Batch) -> list[int]:
-    """Return a few random samples, on each rank others."""
-    return random.Random(batch.fingerprint + dist.get_rank()).sample(range(len(batch)), min(4, len(batch)))
 
 
 def check_places(ids: Sequence[np.ndarray], again: Mapping[int, np.ndarray], name: str) -> None:
@@ -106,6 +101,9 @@ class Grades:
                 f"{name} has the score {own:.6g}, but its reward functions gave {score.parts}, which their "
                 f"weights {[weight for _, weight, _ in calls]} make {sum(terms):.6g}"
             )
+        accs = [value for key, value in score.values.items() if key.endswith("/acc")]
+        if len(score.parts) > 1 and accs and score.values.get("acc") != accs[0]:
+            return f"{name} has the acc {score.values.get('acc')}, but its reward functions gave {accs}"
         if not self._is_filed(batch, sample, score):
             filed = float(batch.column("scores")[sample])
             return f"{name} has the score {filed:.6g}, but the worker of rank {rank} returned {own:.6g}"
@@ -177,10 +175,9 @@ class Arguments:
 
         given: the arguments that this rank sent, by sample; about NUM_COMPARED are compared.
         """
-        every = max(1, len(given) // NUM_COMPARED)
         self._credit += READ_BYTES
         prompts: dict[int, Prompt] = {}
-        for sample in sorted(given)[batch.fingerprint % every :: every]:
+        for sample in some(sorted(given), NUM_COMPARED, batch.fingerprint):
             if not self.affords(batch, sample):
                 continue
             again, group = self.of(batch, sample), int(batch.groups[sample])

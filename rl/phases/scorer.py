@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rl.checks.grades import Grades, check_places, some_samples
+from rl.checks.few_samples import some
+from rl.checks.grades import Grades, check_places
 from rl.checks.reference import SecondPass
 from rl.config.needs import needs_feedback
 from rl.config.options import ConfigError
@@ -110,7 +111,8 @@ class Scorer:
             columns = _joined(batch.score_details, columns)
         called = torch.full((len(batch),), given is None or self.has_models)
         called = called if given is None else called | given.isnan()
-        places = some_samples(batch) if self.has_models else []
+        seed = batch.fingerprint + dist.get_rank()  # each rank compares others
+        places = some(range(len(batch)), 4, seed) if self.has_models else []
         others = dict(zip(places, self._responses(batch, places)))
         if self.model is not None:
             given = self._model_scores(self.model, own, others)

@@ -283,7 +283,7 @@ def counted_parameters(learned: WeightMap) -> set[torch.Tensor]:
 def num_not_zero(wrapped: Sequence[DistributedDataParallel]) -> torch.Tensor:
     """Return how many of some elements of each gradient buffer are not 0, float64 [], without a sync."""
     buffers = gradient_buffers(wrapped)
-    counts = [(flat[:: max(1, len(flat) // (16 * ELEMENTS))] != 0).sum() for flat in buffers]
+    counts = [(flat[:: len(flat) // (16 * ELEMENTS) | 1] != 0).sum() for flat in buffers]
     return torch.stack(counts).sum().double() if counts else torch.zeros((), dtype=torch.float64)
 
 

@@ -267,8 +267,8 @@ def _is_biased(rounded: Tensor, exact: Tensor) -> Tensor:
 
 
 def _every(flat: Tensor) -> Tensor:
-    """Return about SAMPLED elements of a flat tensor."""
-    return flat[:: max(1, len(flat) // SAMPLED)]
+    """Return about SAMPLED elements of a flat tensor, of different columns: the distance is odd."""
+    return flat[:: len(flat) // SAMPLED | 1]
 
 
 def step_counters(optimizer: MegatronOptimizer) -> Iterator[dict[str, Any]]:

@@ -66,5 +66,5 @@ class Reference:
 
 def _sampled(weights: list[Tensor]) -> int:
     """Return the sum of the bits of about 1,000 elements of each weight."""
-    parts = [weight.view(-1)[:: max(1, weight.numel() // SAMPLED_ELEMENTS)] for weight in weights]
+    parts = [weight.view(-1)[:: weight.numel() // SAMPLED_ELEMENTS | 1] for weight in weights]
     return sum(int(bit_sum(part)) for part in parts)

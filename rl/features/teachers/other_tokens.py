@@ -23,6 +23,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from rl.checks.few_samples import some
 from rl.data.batch import Batch
 from rl.data.contexts import check_context, in_context
 from rl.data.prompts import Prompt
@@ -91,7 +92,7 @@ class OtherReader:
                 responses[i], spans = self.response(responses[i].tolist())
                 prompts[i] = self._prompt(batch.prompts[int(batch.groups[i])], len(responses[i]))
             rows += [(*span, i in samples) for span in spans]
-        for i in sorted(samples)[:: max(1, len(samples) // NUM_COMPARED)]:
+        for i in some(sorted(samples), NUM_COMPARED, batch.fingerprint):
             limit, prompt = self._max_tokens - len(responses[i]), batch.prompts[int(batch.groups[i])]
             found: dict[str, Any] = dict(feedback=None, limit=limit, sample=i)
             check_context(prompts[i], prompt, self._teacher, "{prompt}", **found)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rl.checks.few_samples import some
 from rl.checks.reference import SecondPass
 from rl.config.needs import needs_feedback
 from rl.config.schema import Config
@@ -117,28 +118,34 @@ class Teaching:
                     if not goal.top_k and policy.grid.is_last_stage:
                         wanted, group = len(policy.chunks[-1].head_weight), policy.grid.groups.tp
                         targets.heads.append(head_rows(model.chunks[-1].head_weight, wanted, group))
-                    second = self._second(model, read, plan)
+                    second = self._second(model, read, plan, policy.chunks[-1].real_vocab_size)
                 self._check_targets(targets, number, model, second, read)
                 if not goal.top_k:
                     for sample in samples_of(plan):
                         teachers[sample] = number
 
-    def _second(self, model: TrainingEngine, read: Batch, plan: MicroBatchPlan) -> SecondPass:
-        """Return the second pass of a teacher over one of its samples. Collective over the world."""
+    def _second(
+        self, model: TrainingEngine, read: Batch, plan: MicroBatchPlan, vocab_size: int = 0
+    ) -> SecondPass:
+        """Return the second pass of a teacher over one of its samples. Collective over the world.
+
+        vocab_size: number of tokens that have a probability, if the teacher has more rows.
+        """
         second = SecondPass(model, self._config.agreement.logprob_slack, "the teacher")
+        last = model.chunks[-1]
+        kept = last.real_vocab_size
+        last.real_vocab_size = min(vocab_size or kept, kept)
         second.take(read, plan)
+        last.real_vocab_size = kept
         return second
 
     def _check_targets(
         self, targets: Targets, number: int, model: TrainingEngine, second: SecondPass, read: Batch
     ) -> None:
-        """Check the targets of one sample against the teacher's log-probs. Collective over the world.
-
-        A teacher with more rows than the policy has tokens is not compared.
-        """
+        """Check the targets of one sample against the teacher's log-probs. Collective over the world."""
         own, theirs, sample = self._engines.policy.chunks[-1], model.chunks[-1], second.sample
         with fail_together():
-            if sample in targets.rows and own.real_vocab_size == theirs.real_vocab_size:
+            if sample in targets.rows and own.real_vocab_size <= theirs.real_vocab_size:
                 temperature, group = self._config.rollout.temperature, model.grid.groups.tp
                 softmax = Softmax(temperature, own.real_vocab_size, group, own.head_chunk_tokens)
                 ids = torch.from_numpy(read.response_ids[sample]).long()
@@ -227,7 +234,7 @@ class Teaching:
                     opening=context,
                 )
             prompts.append(known[key])
-        for sample in range(0, len(batch) if batch.turns is None else 0, max(1, len(batch) // NUM_COMPARED)):
+        for sample in some(range(len(batch)), NUM_COMPARED, batch.fingerprint) if batch.turns is None else ():
             check_context(
                 prompts[sample],
                 batch.prompts[int(batch.groups[sample])],
