@@ -160,11 +160,16 @@ def check_table(batch: Batch, metrics: Mapping[str, float], answers: Sequence[st
                 expect(what, found, "samples of its prompts give", value)
 
 
-def check_losses(losses: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> None:
-    """Raise CheckFailed unless loss and perplexity of held-out responses follow from their tokens.
+def check_losses(
+    losses: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float], prompts: Sequence[Prompt]
+) -> None:
+    """Raise CheckFailed unless loss and perplexity of held-out responses follow from the tokens of all.
 
-    losses: -log pi of the trained tokens, by source.
+    losses: -log pi of the trained tokens of each response, by source.
     """
+    for source, number in Counter(prompt.data_source for prompt in prompts).items():
+        what, source_of = f"validation check: the responses in the loss of {source} are", "data.val has"
+        expect(what, len(losses.get(source, ())), source_of, number)
     every = {"val": [own for parts in losses.values() for own in parts]}
     for name, parts in ({f"val-core/{source}": parts for source, parts in losses.items()} | every).items():
         value = float(torch.cat([*parts]).double().mean())

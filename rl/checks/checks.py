@@ -65,6 +65,9 @@ class Checks:
         self._greedy: Batch | None = None
         """Greedy responses of the step, whose rewards are baselines."""
         self._seeds: deque[frozenset[int]] = deque(maxlen=SEEDS_OF_CALLS)
+        # Whether log-probs are not those of the distribution that tokens are drawn from.
+        self._is_biased = config.rollout.truncates and config.rollout.biased_truncation
+        self._is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
         # Whether samples enter the batch because of their results or lengths.
         self._selects = "dynamic_sampling" in algorithm_of(config).needs or config.rollout.carry_over
         self._updates: UpdateChecks | None = None
@@ -88,6 +91,8 @@ class Checks:
         self._samples(batch, rollout.samples_per_prompt, "" if limits_vary else "training")
         if rollout.temperature:
             self._seeds.append(batches.check_seeds(batch, self._seeds))
+            if not self._is_biased and self._config.run.mode != "train_only":
+                logprobs.check_repeats(batch)
 
     def validated(
         self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int, is_greedy: bool
@@ -230,10 +235,8 @@ class Checks:
     def sampled_now(self, batch: Batch) -> Tensor | None:
         """Return the tokens at which trainer and engine must agree, bool [T]; None if nothing is compared."""
         config, rollout = self._config, self._config.rollout
-        is_biased = rollout.truncates and rollout.biased_truncation
-        is_biased |= config.agents.structured_tool_calls  # the engine samples from allowed tokens only
         is_replay = config.run.mode == "train_only"  # the policy may have learned from these tokens
-        if not self._limit or is_biased or is_replay or batch.rollout_logprobs is None:
+        if not self._limit or self._is_biased or is_replay or batch.rollout_logprobs is None:
             return None
         # For tokens sampled after a change of weights, older weights computed a part of the cache, or chose
         # the experts of the first turns.

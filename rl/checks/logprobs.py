@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl.checks.batches import RISK, CheckFailed, token_place
+from rl.checks.batches import RISK, CheckFailed, refuse, token_place
 from rl.data.batch import Batch
 from rl.objectives.segments import segment_sum
 from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
@@ -159,6 +159,23 @@ def check_equal(batch: Batch, version: int, plans: list[MicroBatchPlan], replaye
         f"{'unknown' if versions is None else int(versions[first])}). {remedy}, "
         "or use model.numerics=fast."
     )
+
+
+def check_repeats(batch: Batch) -> None:
+    """Raise CheckFailed if samples are equal to earlier ones of their prompt, but too improbable for RISK.
+
+    Let each such sample of N multiply a number by 1 / (p N^2), if this is above 1. The number's expectation
+    is below e, so it exceeds e / RISK with a probability below RISK (Ville's inequality).
+    """
+    whole, seen, repeats = batch.merge_rows(), set[tuple[int, bytes]](), list[int]()
+    terms = torch.where(whole.mask > 0, whole.column("rollout_logprobs"), 0.0).double()
+    factors = -segment_sum(terms, whole.lengths) - 2 * math.log(max(1, len(whole)))  # their logarithms
+    for sample, key in enumerate(zip(whole.groups.tolist(), (ids.tobytes() for ids in whole.response_ids))):
+        repeats += [sample] * (key in seen and float(factors[sample]) > 0)
+        seen.add(key)
+    if float(factors[repeats].sum()) > 1 - math.log(RISK):
+        what = "{sample} is an improbable response, but an earlier sample of its prompt is the same"
+        refuse("repetition", whole, repeats, what, "samples were drawn with one seed, or copied")
 
 
 class DrawnEntropy:

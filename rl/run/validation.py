@@ -89,7 +89,7 @@ def loss_metrics(phases: Phases, prompts: list[Prompt], prompts_per_pass: int) -
         for name, loss in means.items()
         for key, value in (("loss", loss), ("perplexity", np.exp(loss)))
     }
-    check_losses(trained, found)
+    check_losses(trained, found, prompts)
     return found
 
 

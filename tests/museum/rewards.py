@@ -7,7 +7,8 @@ from tests.museum.museum import Bug, caught_by, exhibit, replaces
 
 SCORES, SAMPLES, ADVANTAGES = "scores", "tokens and scores of samples", "rewards and advantages"
 WRONG = r"CheckFailed: advantage check: sample \d+ .* in the column advantages at its counted token"
-FUNCTION = f"reward.function={Path(__file__).parent / 'reward_worker.py'}"
+WORKER = Path(__file__).parent / "reward_worker.py"
+FUNCTION = f"reward.function={WORKER}"
 DAPO = ("algorithm=dapo", "dynamic_sampling.prompts_per_round=8")
 
 
@@ -293,3 +294,19 @@ def conversations_in_the_order_of_the_ranks(bug: Bug, gather, mine):
     from rl.runtime.collectives import gather_objects
 
     return [item for own in gather_objects(mine) for item in own]
+
+
+@exhibit(
+    "AVSLab/bsk_rl#294",
+    overrides=(
+        f"reward.sources={{addition: [{{function: TOY/reward.py:score}}, {{function: {WORKER}:voted}}]}}",
+        "reward.in_process=true",
+    ),
+)
+@caught_by(SCORES, r"CheckFailed: score check: sample \d+ .* has the acc .*, but its reward functions gave")
+@replaces("rl.rewards.mixture._combine")
+def accuracy_of_the_last_function(bug: Bug, combine, *args):
+    """Of several functions the last one overwrote what the first had set."""
+    found = combine(*args)
+    last = [value for name, value in found.values.items() if name.endswith("/acc")][-1]
+    return replace(found, values=found.values | {"acc": last})

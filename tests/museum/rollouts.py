@@ -119,3 +119,11 @@ def seeds_of_the_first_step(bug: Bug, samples_of, self, item):
     """Seeds depended on the prompt's place only, so every step sampled with the same random numbers."""
     kept = bug.__dict__.setdefault("seeds", {})
     return [replace(start, seed=kept.setdefault(item, item)) for start in samples_of(self, item)]
+
+
+@exhibit("gradientinstitute/aboleth#56")
+@caught_by(SEEDS, r"CheckFailed: repetition check: sample \d+ .* is an improbable response, but an earlier")
+@replaces("rl.rollout.cpu_sampler.uniforms")
+def all_samples_with_one_seed(bug: Bug, uniforms, seeds, positions):
+    """With a seed, all samples of one call were equal, although each had its own number."""
+    return uniforms(seeds * 0 + 7, positions)

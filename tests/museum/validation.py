@@ -110,3 +110,23 @@ def tied_votes_for_the_first_answer(bug: Bug) -> None:
 def mean_of_means_in_a_validation_loss(bug: Bug, segment_sum, column, lengths):
     """The mean of means gave responses with few tokens too much weight."""
     return segment_sum(column, lengths) / lengths
+
+
+@exhibit(
+    "verl-project/verl#78",
+    overrides=(*SFT, "data.val=[TOY/test.parquet]", "validation.every=1", "validation.max_prompts=6"),
+)
+@caught_by(
+    VALIDATION, r"CheckFailed: validation check: the responses in the loss of .* are 4, but data.val has 6"
+)
+def validation_loss_without_the_last_batch(bug: Bug) -> None:
+    """The last, incomplete batch of a validation was left out."""
+    from rl.run import validation
+
+    def whole_parts(start, stop, step):
+        if bug.is_on:
+            bug.acts()
+            stop -= step - 1
+        return range(start, stop, step)
+
+    validation.range = whole_parts

@@ -143,10 +143,14 @@ def test_a_loss_that_is_a_mean_of_means_is_found():
     losses = {"a": [torch.tensor([1.0, 2.0]), torch.tensor([3.0])], "b": [torch.tensor([6.0])]}
     found = {"val-core/a/loss": 2.0, "val-core/b/loss": 6.0, "val/loss": 3.0}
     found |= {name.replace("loss", "perplexity"): math.exp(value) for name, value in found.items()}
-    check_losses(losses, found)
+    prompts = [Prompt(i, np.array([i]), "", source, None, {}) for i, source in enumerate("aab")]
+    check_losses(losses, found, prompts)
     for name, other in (("val/loss", 4.0), ("val-core/a/loss", 2.25), ("val/perplexity", math.exp(4.0))):
         with pytest.raises(CheckFailed, match=f"validation check: {name} is"):
-            check_losses(losses, found | {name: other})
+            check_losses(losses, found | {name: other}, prompts)
+    for more in "ac":
+        with pytest.raises(CheckFailed, match=f"responses in the loss of {more} are .*, but data.val has"):
+            check_losses(losses, found, [*prompts, replace(prompts[0], data_source=more)])
 
 
 def test_a_response_to_its_own_prompt_is_no_mismatched_one():

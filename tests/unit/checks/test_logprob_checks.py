@@ -1,13 +1,22 @@
 """Log-probs of engine and trainer may differ by rounding, and by no more."""
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from rl.checks.batches import CheckFailed
 from rl.checks.checks import Checks
-from rl.checks.logprobs import LogprobMismatch, check_engine, check_reference, present_tokens, rounding_limit
+from rl.checks.logprobs import (
+    LogprobMismatch,
+    check_engine,
+    check_reference,
+    check_repeats,
+    present_tokens,
+    rounding_limit,
+)
 from rl.config.schema import load_config
 from rl.data.batch import Batch
 
@@ -95,3 +104,18 @@ def test_a_kept_cache_leaves_out_samples_with_older_tokens(batch):
     with pytest.raises(LogprobMismatch):
         gap(batch, logprobs)
     assert gap(batch, logprobs, whole=True)["training/logprob_gap"] == 0.0
+
+
+def test_samples_that_are_equal_by_chance_pass_and_copies_do_not():
+    rng, ends = np.random.default_rng(0), torch.zeros(64, dtype=torch.bool)
+    tokens = [rng.integers(0, 2, 3).astype(np.int32) for _ in range(64)]  # each with a probability of 1/8
+    prompts, groups = [np.array([1], np.int32)] * 64, torch.arange(64) // 8
+    batch = Batch(prompts, tokens, groups, ends, rollout_logprobs=torch.full((192,), -math.log(2)))
+    check_repeats(batch)
+    tokens = [np.arange(i, i + 12, dtype=np.int32) for i in range(64)]
+    batch = Batch(prompts, tokens, groups, ends, rollout_logprobs=torch.full((768,), -4.0))
+    check_repeats(batch)
+    for i in (9, 12, 13):
+        tokens[i] = tokens[10]
+    with pytest.raises(CheckFailed, match=r"check: sample 10 is an .* \(and 2 further samples of 64"):
+        check_repeats(batch)
