@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,6 +85,12 @@ def check_specs(config: Config, models: Mapping[str, TrainingEngine]) -> None:
                 f"model check: (temperature, dtype, whether it has values) of the {name} are {found}, but "
                 f"the config makes them {expected}: the model was built with the properties of another."
             )
+        for layer in (layer for chunk in model.chunks for layer in chunk.modules()):
+            if isinstance(layer, torch.nn.Embedding) and layer.padding_idx is not None:
+                raise CheckFailed(
+                    f"model check: row {layer.padding_idx} of an embedding of the {name} does not learn "
+                    "(padding_idx), but a policy may sample this token."
+                )
 
 
 def check_coverage(batch: Batch, plans: Sequence[MicroBatchPlan]) -> None:
@@ -140,6 +147,15 @@ def check_divergence(found: float, batch: Batch, samples: list[int], logprobs: T
     ratios = np.array([terms[span].sum() for span in spans if batch.mask[span].any()] or [0.0])
     size = np.abs(ratios).mean()
     check_numbers({"kl": found}, {"kl": max(0.0, float(ratios.mean()))}, RATIO_ROUNDING * float(size))
+
+
+def check_present(given: Mapping[str, Any], measured: Mapping[int, float], number: int) -> None:
+    """Raise CheckFailed unless a loss gets the estimate that was measured after `number` updates, if any."""
+    if measured and "kl" in given and given["kl"] != measured.get(number):
+        raise CheckFailed(
+            f"loss check: the loss gets kl={given['kl']:.6g}, an estimate that was not computed after "
+            f"{number} updates but of older weights ({measured})."
+        )
 
 
 class UpdateChecks:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rl.checks.advantages import check_entropy_coef
 from rl.checks.checks import Checks
-from rl.checks.updates import check_divergence
+from rl.checks.updates import check_divergence, check_present
 from rl.config.schema import Config, Optimizer
 from rl.data.batch import Batch
 from rl.engines.engines import Engines
@@ -66,6 +66,8 @@ class Updates:
         self._old_logprobs = old_logprobs
         self.entropy_control = adaptive_entropy(config)
         """Weight of the entropy bonus, or None if it is `objective.entropy_coef`."""
+        self._measured = dict[int, float]()
+        """Number of the policy's updates -> KTO's estimate before the next one."""
 
     def plans(self, batch: Batch) -> list[MinibatchPlan]:
         """Return one plan per mini-batch, in the order of the optimizer steps."""
@@ -211,6 +213,7 @@ class Updates:
             )
             for plan in plans * epochs:
                 with update_of(plan) if update_of else nullcontext(loss) as loss:
+                    check_present(loss.defaults, self._measured, model.num_updates)
                     totals = plan.totals(batch)
                     micros = plan.micro_batches
                     outputs = checks.begin(partial(loss, totals=totals), totals, micros, loss.reads)
@@ -233,6 +236,7 @@ class Updates:
         pair = logprobs[index], mismatched.ref_logprobs[index]
         found = mismatch_kl(*pair, mismatched.mask[index], lengths)
         check_divergence(found, mismatched, plan.samples, logprobs)
+        self._measured = {self._engines.policy.num_updates: found}
         return found
 
     def _select_tokens(

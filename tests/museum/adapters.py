@@ -225,3 +225,15 @@ def PiSSA_of_a_rank_s_part(bug: Bug, svd, whole, **options):
     part = whole.clone()
     part[len(whole) // 2 :] = 0
     return svd(part, **options)
+
+
+@exhibit("huggingface/peft#1474", overrides=("adapter.kind=dora", "adapter.rank=4"), at=0)
+@caught_by(
+    "adapters learn", r"WrongLearning: adapter check: .* has rows whose lengths DoRA's gradient does not"
+)
+def lengths_of_rows_that_learn(bug: Bug) -> None:
+    """DoRA's gradient went through the lengths of rows, which the paper treats as constants."""
+    from rl.features.adapters.layers import AdapterSum
+
+    bug.acts()
+    AdapterSum._row_lengths = AdapterSum._row_lengths.__wrapped__  # without no_grad

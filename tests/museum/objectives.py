@@ -439,3 +439,13 @@ def win_rates_with_a_tie_too_many(bug: Bug, win_rates, scores, groups):
 def old_logprobs_of_each_update(bug: Bug, may_defer, self, batch):
     """The old log-probs were those of the update itself, so that the ratio was always 1."""
     return True
+
+
+@exhibit("PKU-Alignment/align-anything#216", overrides=(*LABELS, "training.epochs=2"))
+@caught_by(TOKENS, r"CheckFailed: loss check: the loss gets kl=.*, an estimate that was not computed after")
+@replaces("rl.phases.updates.Updates._mismatch_kl")
+def estimate_of_older_weights(bug: Bug, estimate, self, mismatched, plan):
+    """KTO's estimate was that of another batch than the update's; here of another pass over the batch."""
+    if not hasattr(bug, "kept"):
+        bug.kept = estimate(self, mismatched, plan)
+    return bug.kept

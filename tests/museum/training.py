@@ -341,3 +341,12 @@ def moments_rounded_with_15_random_bits(bug: Bug, rounded, values, bits):
 def write_gate_in_the_models_dtype(bug: Bug, rule, self, q, k, v, decay, beta):
     """The write gate of a delta net was rounded to bfloat16 before it became float32."""
     return rule(self, q, k, v, decay, beta.logit().bfloat16().sigmoid())
+
+
+@exhibit("ibalazevic/TuckER#17", overrides=("training.backend=transformers",), at=0)
+@caught_by("models", r"CheckFailed: model check: row 0 of an embedding of the policy does not learn")
+@replaces("rl.features.transformers_backend.model._pad_vocabulary")
+def embedding_with_a_row_for_padding(bug: Bug, pad, model, rows):
+    """The embedding of the first token got no gradient, because it was declared as padding."""
+    pad(model, rows)
+    model.get_input_embeddings().padding_idx = 0

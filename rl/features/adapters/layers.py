@@ -215,6 +215,12 @@ class AdapterSum:
             dist.all_reduce(squares, group=self._group)
         return squares.sqrt()
 
+    def has_constant_lengths(self) -> bool:
+        """Return whether the gradient treats the lengths of rows as constants. Not for sharded layers."""
+        with torch.enable_grad():
+            factors = self.factors()
+        return factors is None or torch.autograd.grad(factors.sum(), self._a, allow_unused=True)[0] is None
+
     def _copied(self, part: Tensor) -> Tensor:
         """Return the matrix, which all ranks of the weight hold; its gradient is summed over the ranks."""
         return tensor_parallel.copy_to_tensor_model_parallel_region(part, group=self._group)

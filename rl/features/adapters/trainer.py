@@ -141,11 +141,16 @@ class Adapters(TrainerPart):
         moved = [key for key, value in sums.items() if value != first[key]]
         owned = {p for chunk in engine.wrapped for p in chunk.param_to_bucket_group}
         absent = [key for key, parameter in learned.items() if parameter not in owned]
-        kinds = zip(
-            ("frozen weights that have changed", "adapters that the optimizer lacks"), (moved, absent)
-        )
+        first_sums = [] if self._in_weights else [*self._sums.items()][:1]
+        learning = [names[0] for names, own in first_sums if not own.has_constant_lengths()]
+        kinds = {
+            "frozen weights that have changed": moved,
+            "adapters that the optimizer lacks": absent,
+            "rows whose lengths DoRA's gradient does not treat as constants": learning,
+        }
         where = f"rank {dist.get_rank()} of the {name} has"
-        if found := gather_texts(f"{where} {what}: {listed(names)}" for what, names in kinds if names):
+        texts = [f"{where} {what}: {listed(names)}" for what, names in kinds.items() if names]
+        if found := gather_texts(texts):
             raise WrongLearning(f"adapter check: {'; '.join(found[:4])}.")
 
     def beside(self) -> tuple[WeightMap, Callable[[Weight, Tensor], Tensor]]:

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from rl.checks import head, updates
 from rl.checks.advantages import check_entropy_coef
 from rl.checks.batches import CheckFailed, check_rejections, check_uniforms
+from rl.checks.few_samples import some
 from rl.checks.objective import check_loss
 from rl.checks.precision import CoarseFunctions, is_rounded
-from rl.checks.updates import UpdateChecks, check_divergence, check_selection, expected_rate
+from rl.checks.updates import UpdateChecks, check_divergence, check_present, check_selection, expected_rate
 from rl.config.correction import RolloutCorrection
 from rl.config.schema import Optimizer
 from rl.config.terms import AdaptiveEntropy
@@ -213,6 +214,22 @@ def test_an_estimate_of_a_small_divergence_is_compared_in_its_own_size(monkeypat
     check_divergence(float(ratios.mean()), batch, [0, 1, 2], logprobs)
     with pytest.raises(CheckFailed, match="the loss gets kl"):  # the mean of two samples differs by 2e-7
         check_divergence(float(ratios[1:].mean()), batch, [0, 1, 2], logprobs)
+
+
+def test_an_estimate_of_older_weights_is_found():
+    check_present({"kl": 0.25}, {}, 3)  # a user's loss
+    check_present({"kl": 0.25}, {3: 0.25}, 3)
+    for measured in ({2: 0.25}, {3: 0.5}):
+        with pytest.raises(CheckFailed, match="the loss gets kl=0.25, an estimate that was not computed"):
+            check_present({"kl": 0.25}, measured, 3)
+
+
+def test_few_samples_are_not_all_the_first_of_their_groups():
+    for number, size in ((16, 4), (64, 8), (512, 16), (9, 3)):
+        assert {sample % size for seed in range(20) for sample in some(range(number), 4, seed)} == {
+            *range(size)
+        }
+    assert sorted(some(range(3), 4, 1)) == [0, 1, 2]
 
 
 def test_a_gate_that_is_rounded_before_it_is_float32_is_found():
