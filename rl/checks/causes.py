@@ -51,9 +51,9 @@ def cause_of(
     after, text = min(tried)
     if after <= max(limit, before / VANISHED):
         return f"In a pass {text}, the difference is {after:.2g} instead of {before:.2g}."
-    sharing = model.grid.sharing
-    others = f", or ranks that share a sample ({sharing}) communicate wrongly" * bool(sharing)
-    return f"The difference remains in a pass {', '.join(text for _, text in tried)}{others}."
+    causes, sharing = "the engine has copies of older weights, or other functions", model.grid.sharing
+    causes += f", or ranks that share a sample ({sharing}) communicate wrongly" * bool(sharing)
+    return f"The difference remains in a pass {', '.join(text for _, text in tried)}: {causes}."
 
 
 def _rearranged(batch: Batch, old: Tensor, few: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:

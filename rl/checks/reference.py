@@ -71,8 +71,9 @@ class SecondPass:
         if gap > 1:
             raise LogprobMismatch(
                 f"reference check: {place(batch, sample)} has {self._output} of {self._name} that differ by "
-                f"{gap:.2g} times the bound of rounding from those of a pass with this sample alone: they "
-                "are of other tokens, at another temperature, see other samples, or a pass is random."
+                f"{gap:.2g} times the bound of rounding from those of a pass with this sample alone: of "
+                "other tokens, rows or sums of the head, at another temperature, seeing other samples, or "
+                "a pass is random."
             )
 
 
