@@ -187,7 +187,7 @@ class Adapters(TrainerPart):
             if piece.hf != (weight.hf[0] if is_beside else weight.hf[pair.part]):
                 continue
             (first, last), columns = piece.hf_box[0], a[:, slice(*piece.hf_box[1])]
-            step = -(-(last - first) // COMPARED_ROWS)
+            step = -(-(last - first) // COMPARED_ROWS) | 1
             found, before = (tensor[index(piece.local_box)][::step].float() for tensor in (value, start))
             rows = b[first:last:step]
             added, size = (rows, rows.abs()) if is_beside else (rows @ columns, rows.abs() @ columns.abs())
