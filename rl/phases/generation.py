@@ -94,7 +94,7 @@ class Generation(Sampler):
             self.refit()
         with self._call("generate", ids, total, timing, self._stop) as (bar, interrupt):
             for part in engine.parts:
-                part.check(engine, ids[0])
+                part.check(engine, ids[0], total)
             began = time.perf_counter()  # all ranks have arrived
             with tracing.span("engine", replica=engine.replica):
                 schedule, all_replicas = schedule_of(), AllReplicas(bar, engine.num_replicas)

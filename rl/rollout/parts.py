@@ -28,10 +28,11 @@ class EnginePart:
     def built(self, engine: "RolloutEngine") -> None:
         """Prepare the model, the runner and the scheduler that vLLM has built."""
 
-    def check(self, engine: "RolloutEngine", prompt: np.ndarray) -> None:
+    def check(self, engine: "RolloutEngine", prompt: np.ndarray, num_samples: int) -> None:
         """Check the engine before a training or validation generation. Collective over the world.
 
-        prompt: token ids of the first prompt, int32 [P]. The engine is awake and has its weights.
+        prompt: token ids of the first prompt, int32 [P]. num_samples: samples of the generation, on all
+        replicas. The engine is awake and has its weights.
         """
 
     def begin(self, engine: "RolloutEngine") -> None:

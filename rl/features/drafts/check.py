@@ -6,12 +6,21 @@ from collections.abc import Iterable
 
 import numpy as np
 
-NUM_SAMPLES, NUM_TOKENS, TOP_K = 4096, 4, 4
-"""Samples of one prompt on each replica, their tokens, and most probable tokens to sample from."""
+SAMPLES = range(512, 4097)
+"""Possible numbers of samples of one prompt on each replica."""
+NUM_TOKENS, TOP_K = 4, 4
+"""Tokens of a sample, and most probable tokens to sample from."""
+COST = 0.1
+"""Largest share of the test in the tokens of the first generation, if 512 samples are not more."""
 EXPECTED = 5.0
 """Minimum expected count of a cell of the test (Cochran 1954). Rarer tokens share one cell."""
 LIMIT = 6.0
 """Normal deviate above which the test fails: a right distribution exceeds it once in 1e9 tests."""
+
+
+def num_test_samples(num_tokens: int) -> int:
+    """Return the samples of the test on a replica. num_tokens: the most that its generation can have."""
+    return min(max(int(COST * num_tokens) // NUM_TOKENS, SAMPLES.start), SAMPLES.stop - 1)
 
 
 def chi_square(completions: Iterable[tuple[np.ndarray, np.ndarray]], *, top_k: int = 0) -> tuple[float, int]:

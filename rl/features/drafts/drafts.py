@@ -17,7 +17,7 @@ from torch import Tensor
 from rl.config.adapter import Adapter
 from rl.config.draft import Draft
 from rl.config.schema import Config
-from rl.features.drafts.check import LIMIT, NUM_SAMPLES, NUM_TOKENS, TOP_K, chi_square, deviate
+from rl.features.drafts.check import LIMIT, NUM_TOKENS, TOP_K, chi_square, deviate, num_test_samples
 from rl.models import read_hf_config
 from rl.models.mtp import HEADS
 from rl.rollout.parts import EnginePart
@@ -73,7 +73,7 @@ class Drafts(EnginePart):
         engine.platform.verify_drafts(engine)
         replace_attribute(engine.scheduler, "make_spec_decoding_stats", self._count)
 
-    def check(self, engine: "RolloutEngine", prompt: np.ndarray) -> None:
+    def check(self, engine: "RolloutEngine", prompt: np.ndarray, num_samples: int) -> None:
         """Test once per process, with the first weights, that drafts do not change the distribution.
 
         Raises WrongDistribution on every rank.
@@ -83,7 +83,8 @@ class Drafts(EnginePart):
         self._is_checked = True
         own = engine.config
         length = min(NUM_TOKENS, own.max_response_tokens)
-        sampling = Sampling(NUM_SAMPLES, length, own.temperature, own.top_p, TOP_K)
+        number = num_test_samples(num_samples * own.max_response_tokens // engine.num_replicas)
+        sampling = Sampling(number, length, own.temperature, own.top_p, TOP_K)
         seeds = [seed_of("draft check", replica) for replica in range(engine.num_replicas)]
         required, self._required = self._required, 0.0  # drafts go on in the whole test
         samples = engine.generate([prompt] * engine.num_replicas, sampling, seeds)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rl.features.drafts.check import LIMIT, chi_square, deviate
+from rl.features.drafts.check import LIMIT, chi_square, deviate, num_test_samples
 
 P = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 
@@ -42,3 +42,7 @@ def test_sets_of_tokens_that_rounding_changes_are_accepted():
 
 def test_few_samples_say_nothing():
     assert deviate(*chi_square(samples(P, 3, 1))) == 0.0
+
+
+def test_the_test_is_in_proportion_to_the_generation():
+    assert [num_test_samples(n) for n in (0, 4_096, 80_000, 10**7)] == [512, 512, 2_000, 4_096]
