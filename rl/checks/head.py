@@ -28,22 +28,6 @@ GRADIENT_ERROR = {torch.float32: 2.0**-9, torch.bfloat16: 2.0**-8}
 OfTensor = Callable[[Tensor], Tensor]
 
 
-class _Excluded(LogitsFilter):
-    """Excludes tokens of the vocabulary. mask: bool [tokens, V], or the columns of a rank's rows."""
-
-    def __init__(self, mask: Tensor):
-        self._mask = mask
-
-    def of(self, index: Tensor) -> "_Excluded":
-        return _Excluded(self._mask[index])
-
-    def on_rows(self, first: int, rows: int, device: torch.device) -> "_Excluded":
-        return _Excluded(self._mask[:, first : first + rows])
-
-    def restrict(self, logits: Tensor, part: slice) -> None:
-        logits.masked_fill_(self._mask[part], FLOOR)
-
-
 class WrongHead(CheckFailed):
     """Raised on every rank if outputs or gradients of the head are not those of float64."""
 
@@ -58,8 +42,10 @@ def check_head(model: TrainingEngine, **teacher: Any) -> None:
     def problems(temperature: float | None = None) -> list[str]:
         if not own.post_process or getattr(own, "head", None) is not linear_logprobs:
             return []
-        at = temperature or spec.temperature
-        return problems_of(own.head_weight, model.grid.groups.tp, temperature=at, **teacher)
+        at, kinds = temperature or spec.temperature, (part.logits_filter for part in model.parts)
+        filter_of = next(filter(None, kinds), None)
+        group = model.grid.groups.tp
+        return problems_of(own.head_weight, group, temperature=at, filter_of=filter_of, **teacher)
 
     if found := gather_texts(problems()):
         cause = "the softmax, " + "the exchange between tensor parallel ranks " * (model.grid.tp > 1)
@@ -74,14 +60,16 @@ def problems_of(
     group: dist.ProcessGroup,
     *,
     temperature: float,
+    filter_of: Callable[..., LogitsFilter] | None = None,
     linear: Callable[..., Tensor] | None = None,
     of: Any = None,
     tokens: Callable[..., tuple[Tensor, Tensor]] | None = None,
 ) -> list[str]:
     """Return how results for random hidden states differ from float64. Collective over the group.
 
-    head: this rank's rows of the head. linear, of: with a teacher `linear_divergence` and its kind. tokens:
-    with `teacher.top_k` its function `top_k` of hidden states; linear is `top_k_divergence`.
+    head: this rank's rows of the head. filter_of: class of the policy's filter. linear, of: with a teacher
+    `linear_divergence` and its kind. tokens: with `teacher.top_k` its function `top_k` of hidden states;
+    linear is `top_k_divergence`.
     """
     weight = head.detach()[:ROWS].requires_grad_(head.requires_grad)
     vocab_size = len(weight) * group.size() - 3  # as if three rows were padding
@@ -92,7 +80,9 @@ def problems_of(
     targets = torch.randint(vocab_size, (TOKENS,), generator=generator).to(weight.device)
 
     thirds = torch.arange(vocab_size) + torch.arange(TOKENS)[:, None]
-    excluded = (thirds % 3 == 0).to(weight.device).scatter(1, targets[:, None], False)
+    excluded = thirds % 3 == 0
+    excluded[1::4], excluded[2::4] = True, False  # sets of one token, which one rank holds, and of all
+    excluded = excluded.to(weight.device).scatter(1, targets[:, None], False)
 
     def logprobs(hidden: Tensor, kept: LogitsFilter | None = None) -> Tensor:
         return torch.stack(linear_logprobs(hidden, weight, targets, softmax, logits_filter=kept))
@@ -126,15 +116,13 @@ def problems_of(
                 return f"the gradient of {name} for the {what} differs from float64 by {error:.3g}"
         return ""
 
-    masked = partial(logprobs, kept=_Excluded(excluded))
-    cases: list[tuple[str, OfTensor, OfTensor]] = [
-        ("log-probs and entropy", logprobs, expected),
-        (
-            "log-probs and entropy under sampling masks",
-            masked,
-            lambda x: expected(x.masked_fill(excluded, FLOOR)),
-        ),
-    ]
+    cases: list[tuple[str, OfTensor, OfTensor]] = [("log-probs and entropy", logprobs, expected)]
+    if filter_of is not None:
+        has_set, kept = excluded.any(1), ~excluded
+        sets = (kept & has_set[:, None]).nonzero()[:, 1], kept.sum(1) * has_set
+        masked = partial(logprobs, kept=filter_of(*(each.cpu().numpy() for each in sets)))
+        name = "log-probs and entropy under sampling masks"
+        cases.append((name, masked, lambda x: expected(x.masked_fill(excluded, FLOOR))))
     if linear is not None:
         teacher, name = weight.detach().roll(1, 1), getattr(of, "func", of).__name__
         log_q = _logits(other, teacher, softmax).log_softmax(-1)

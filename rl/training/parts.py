@@ -18,6 +18,7 @@ from rl.data.batch import Batch
 from rl.data.held import ColumnBytes
 from rl.models.layout import Weight
 from rl.runtime.collectives import sum_over_world
+from rl.training.extras import LogitsFilter
 from rl.training.grid import Grid
 from rl.training.held_transfer import Need, fetch
 from rl.training.micro_batch_plans import MicroBatchPlan
@@ -47,6 +48,8 @@ class TrainerPart:
     """False if this part cannot run with Transformer Engine's layers."""
     freezes_model = False
     """Whether the model's own weights do not learn, so that a backward pass needs no gradients of them."""
+    logits_filter: type[LogitsFilter] | None = None
+    """The filter of the policy's distributions, by the ids of all sets of tokens and the sets' sizes."""
     learned_map: WeightMap | None = None
     """The weights that learn; None: the model's own weights."""
 

@@ -73,6 +73,8 @@ class SamplingMasks(LogitsFilter):
 class MaskedSampling(TrainerPart):
     """Renormalises a policy's distributions over the sets that its tokens were sampled from."""
 
+    logits_filter = SamplingMasks
+
     def attach(self, engine: "TrainingEngine") -> None:
         """Only the last stage, which computes the head, needs the sets."""
         last = engine.grid.pp - 1

@@ -23,6 +23,7 @@ from rl.config.terms import AdaptiveEntropy
 from rl.data.batch import Batch
 from rl.data.prompt_order import MixedOrder
 from rl.data.prompts import Prompt
+from rl.features.sampling_masks.trainer import SamplingMasks
 from rl.features.teachers.divergence import linear_divergence, top_k, top_k_divergence
 from rl.objectives.distillation import divergence_of
 from rl.objectives.entropy_controller import EntropyController
@@ -125,7 +126,7 @@ def test_a_head_with_wrong_or_coarse_results_is_found(monkeypatch, dtype):
     weight = torch.nn.Parameter((torch.randn(300, 32, generator=generator) / 5).to(dtype))
 
     def found(name: str = "reverse_kl", linear=linear_divergence, tokens=None) -> list[str]:
-        options = dict(linear=linear, of=divergence_of(name, 0.3), tokens=tokens)
+        options = dict(filter_of=SamplingMasks, linear=linear, of=divergence_of(name, 0.3), tokens=tokens)
         return head.problems_of(weight, group, temperature=0.7, **options)
 
     def shifted(*args, **options):
