@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rl.checks.few_samples import compared_tokens
 from rl.data.batch import Batch
+from rl.objectives.segments import segment_sum
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 
@@ -51,8 +52,13 @@ def cause_of(
     after, text = min(tried)
     if after <= max(limit, before / VANISHED):
         return f"In a pass {text}, the difference is {after:.2g} instead of {before:.2g}."
-    causes, sharing = "the engine has copies of older weights, or other functions", model.grid.sharing
-    causes += f", or ranks that share a sample ({sharing}) communicate wrongly" * bool(sharing)
+    holds = (segment_sum(few.double(), batch.lengths) > 0).repeat_interleave(batch.lengths)
+    versions, causes = batch.weight_versions, "the engine has a cache or copies of older weights"
+    if versions is not None and bool((versions[holds] < versions[few].max()).any()):
+        causes += ", which changed during these samples"
+    causes += ", or other functions"
+    if sharing := model.grid.sharing:
+        causes += f", or ranks that share a sample ({sharing}) communicate wrongly"
     return f"The difference remains in a pass {', '.join(text for _, text in tried)}: {causes}."
 
 

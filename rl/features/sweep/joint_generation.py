@@ -119,17 +119,18 @@ class JointGeneration:
         self._offload_models(weights=False)
         if slept:
             engine.wake_weights()
-        for point, call in calls.items():
-            policy = self._engines[point].policy
-            options = dict(buffer_mib=refits.buffer_mib, adapter=point)
-            if engine.slots.versions[point] != policy.version:
-                is_due = bool(refits.check_every) and call.step.number % refits.check_every == 0
-                with call.step.phase("refit", timing="update_weights"):
-                    traffic = refit(policy, engine, **options)
-                    call.step.metrics |= traffic_metrics(traffic, engine.device)
-                    if is_due or point not in self._checked:
-                        check_refit(policy, engine, **options)
-                        self._checked.add(point)
+        policies = {point: self._engines[point].policy for point in calls}
+        old = [point for point in calls if engine.slots.versions[point] != policies[point].version]
+        for point in old:
+            with calls[point].step.phase("refit", timing="update_weights"):
+                traffic = refit(policies[point], engine, buffer_mib=refits.buffer_mib, adapter=point)
+                calls[point].step.metrics |= traffic_metrics(traffic, engine.device)
+        for point, call in calls.items():  # after all refits, which may have written to each other's slots
+            policy, options = policies[point], dict(buffer_mib=refits.buffer_mib, adapter=point)
+            is_due = bool(refits.check_every) and call.step.number % refits.check_every == 0
+            if point in old and (is_due or point not in self._checked):
+                check_refit(policy, engine, **options)
+                self._checked.add(point)
             check_weights(policy, engine, **options, with_base=point == min(calls))
         self._offload_models(weights=True)
         if slept:

@@ -131,7 +131,9 @@ class Teaching:
 
         vocab_size: number of tokens that have a probability, if the teacher has more rows.
         """
-        second = SecondPass(model, self._config.agreement.logprob_slack, "the teacher")
+        k = self._config.teacher.top_k
+        name = "the teacher" + f"'s {k} most probable tokens and all others (teacher.top_k)" * bool(k)
+        second = SecondPass(model, self._config.agreement.logprob_slack, name)
         last = model.chunks[-1]
         kept = last.real_vocab_size
         last.real_vocab_size = min(vocab_size or kept, kept)
