@@ -7,6 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from rl.models.fp8_blocks import quantised
 from tools.tiny_models import PARTICULAR, PUBLISHED, SIZES, VISION, save_tiny, tiny_config  # noqa: F401
 
 
@@ -42,6 +43,19 @@ def quantise_experts(directory: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
     quantised = {"quantization_config": {"quant_method": "mxfp4"}}
     config.write_text(json.dumps(json.loads(config.read_text()) | quantised))
+
+
+def quantise_layers(directory: str) -> None:
+    """Replace the matrices of a checkpoint's layers by FP8 values and factors of blocks, which differ."""
+    file, config = Path(directory, "model.safetensors"), Path(directory, "config.json")
+    tensors = load_file(file)
+    for name in [name for name, tensor in tensors.items() if ".layers." in name and tensor.ndim == 2]:
+        rows, columns = tensors[name].shape
+        matrix = tensors[name] * torch.linspace(1, 2, rows)[:, None] * torch.linspace(1, 2, columns)
+        tensors[name], tensors[f"{name}_scale_inv"] = quantised(matrix)
+    save_file(tensors, file, metadata={"format": "pt"})
+    key = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | key))
 
 
 def assert_same_checkpoint(a: Path, b: Path) -> None:

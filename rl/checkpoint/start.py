@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,14 +22,12 @@ from rl.checkpoint.contents import (
 )
 from rl.models.boxes import whole
 from rl.models.files import TensorReader, tensor_files
+from rl.models.layout import FP8_BLOCK
 from rl.runtime.checksum import placed_checksum
 from rl.runtime.names import listed, one_of_each_kind
 from rl.training.engine import TrainingEngine
 from rl.training.optimizer import MASTER, main_weights
 from rl.training.weights import full_weights
-
-ADAPTED = 2.0**-4
-"""Maximum relative difference between a weight with a new adapter and the file, as for a base in FP8."""
 
 
 class ChangedSinceStart(RuntimeError):
@@ -84,36 +83,46 @@ class Start:
 def check_loaded(name: str, model: TrainingEngine, *, is_new: bool = True) -> None:
     """Compare a tensor of each kind of name with the files that a model was loaded from.
 
-    Quantised files and a frozen base are not compared. is_new: whether adapters are new, so that the weights
-    with them must be the files'. Raises ChangedSinceStart on every rank. Collective over the world.
+    is_new: whether adapters are new, so that the weights with them must be the files'; otherwise the frozen
+    weights without them must. Raises ChangedSinceStart on every rank. Collective over the world.
     """
     weights = model.weight_map
-    if "quantization_config" in weights.hf or (model.has_frozen_weights and not is_new):
-        return
     files = tensor_files(model.spec.path, weights.weights)
     tensors = [(tensor, shape, w) for w in weights.weights for tensor, shape in zip(w.hf, w.shapes)]
     chosen = one_of_each_kind([each for each in tensors if each[0] in files], lambda each: each[0])
     reader, mine = TensorReader(files, weights.weights), dict[str, int]()
     if model.has_frozen_weights:
         some = list({weight.hf: weight for _, _, weight in chosen}.values())
-        for tensor, value in full_weights(weights.over(some, weights.parameters), model.parts.merging()):
-            exact = reader.read(tensor, whole(value.shape)).to(value.device).float()
+        of = model.parts.merging() if is_new else model.parts.value
+        allowed = max(part.start_error for part in model.parts)
+        for tensor, value in full_weights(weights.over(some, weights.parameters), of):
+            exact = _read(reader, tensor, value.shape).to(value).float()
             gap = float((value.float() - exact).norm() / exact.norm().clamp(min=1e-30))
-            if not gap <= ADAPTED:
+            if not gap <= allowed:
                 raise ChangedSinceStart(
-                    f"{tensor} of the {name} with its new adapter differs from {model.spec.path} by "
-                    f"{gap:.3g} of its size, but must not at the start."
+                    f"{tensor} of the {name} {'with its new' if is_new else 'without its'} adapter differs "
+                    f"from {model.spec.path} by {gap:.3g} of its size, but must not at the start."
                 )
         return
     for tensor, shape, weight in chosen[dist.get_rank() :: dist.get_world_size()]:
         dtype = torch.float32 if weight.float32 else weights.dtype
-        mine[tensor] = int(placed_checksum(reader.read(tensor, whole(shape)).to(dtype)))
+        mine[tensor] = int(placed_checksum(_read(reader, tensor, shape).to(dtype)))
     own = exported_checksums(model, weights, model.parts.merging())
     if wrong := [tensor for tensor, value in summed(mine).items() if own.get(tensor) != value]:
         raise ChangedSinceStart(
             f"{listed(wrong)} of the {name} are not those in the files of {model.spec.path}, {len(wrong)} of "
             f"{len(chosen)} that were compared: the load or the layout in rl/models is wrong."
         )
+
+
+def _read(reader: TensorReader, tensor: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a whole tensor of the files; a matrix in FP8 with one factor per block is dequantised."""
+    values = reader.read(tensor, whole(shape))
+    if values.dtype is torch.float8_e4m3fn:
+        factors = reader.read(f"{tensor}_scale_inv", ()).float()
+        blocks = torch.kron(factors, torch.ones(FP8_BLOCK, FP8_BLOCK))
+        values = values.float() * blocks[: shape[0], : shape[1]]
+    return values
 
 
 def check_complete(models: Mapping[str, TrainingEngine]) -> None:
@@ -140,17 +149,29 @@ def check_complete(models: Mapping[str, TrainingEngine]) -> None:
 
 
 def check_controllers(state: Mapping[str, Any], parts: Iterable[Any]) -> None:
-    """Raise WronglySaved unless the state of a checkpoint has all controllers. parts: the phases."""
+    """Raise WronglySaved unless a checkpoint's state has all controllers as they are. parts: the phases."""
     for own in [own for part in parts for own in getattr(part, "__dict__", {}).values()]:
-        if hasattr(own, "update") and hasattr(own, "state_dict") and own.state_dict() not in state.values():
-            raise WronglySaved(f"a checkpoint would lack {own.state_dict()} of {type(own).__name__}.")
+        if hasattr(own, "update") and hasattr(own, "state_dict"):
+            present = {key: getattr(own, key, value) for key, value in own.state_dict().items()}
+            if present not in state.values():
+                raise WronglySaved(f"a checkpoint would lack {present} of {type(own).__name__}.")
 
 
 def check_restored(source: str, saved: Mapping[str, Any], restored: Mapping[str, Any]) -> None:
     """Raise ChangedSinceStart if a key of a restored state differs from the saved one. Not collective."""
     for key, value in restored.items():
-        if key in saved and saved[key] != value:
+        if key in saved and not _is_same(saved[key], value):
             raise ChangedSinceStart(
                 f"{key} of {source} is {str(saved[key])[:200]}, but {str(value)[:200]} after it was "
                 "restored: the run would not continue where it stopped."
             )
+
+
+def _is_same(saved: Any, restored: Any) -> bool:
+    """Return whether plain data with arrays are equal; values of held columns are not compared."""
+    if isinstance(restored, Mapping):
+        keys = restored.keys() - {"held"}
+        return all(key in saved and _is_same(saved[key], restored[key]) for key in keys)
+    if isinstance(restored, list | tuple):
+        return len(saved) == len(restored) and all(map(_is_same, saved, restored))
+    return bool(np.array_equal(saved, restored)) if isinstance(restored, np.ndarray) else saved == restored

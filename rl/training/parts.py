@@ -50,6 +50,9 @@ class TrainerPart:
     """Whether the model's own weights do not learn, so that a backward pass needs no gradients of them."""
     logits_filter: type[LogitsFilter] | None = None
     """The filter of the policy's distributions, by the ids of all sets of tokens and the sets' sizes."""
+    start_error = 0.0
+    """Maximum difference that the part makes at the start between a weight and the files, relative to its
+    size."""
     learned_map: WeightMap | None = None
     """The weights that learn; None: the model's own weights."""
 

@@ -1,6 +1,7 @@
 """Exhibits: low-rank adapters that do not reach the engine as the trainer has them, or do not learn alone."""
 
 import functools
+from dataclasses import replace
 
 from tests.museum.museum import Bug, caught_by, exhibit, replaces
 from tests.museum.tour import BF16
@@ -237,3 +238,31 @@ def lengths_of_rows_that_learn(bug: Bug) -> None:
 
     bug.acts()
     AdapterSum._row_lengths = AdapterSum._row_lengths.__wrapped__  # without no_grad
+
+
+@exhibit("PaddlePaddle/PaddleNLP#9427", overrides=MERGED, at=0)
+@caught_by("adapters learn", r"WrongLearning: adapter check: \S+lora_A.weight .* equals \S+lora_A.weight")
+@replaces("rl.features.adapters.trainer._kaiming")
+def matrices_A_drawn_alike(bug: Bug, kaiming, weight, seed):
+    """Parts of A began with the same random numbers, because they shared the state of a generator."""
+    return kaiming(replace(weight, hf=(weight.megatron,)), seed)
+
+
+@exhibit("modelscope/ms-swift#560", overrides=("adapter.kind=dora", "adapter.rank=4", BF16), at=0)
+@caught_by("weights of the files", r"ChangedSinceStart: \S+ of the policy with its new adapter differs from")
+@replaces("rl.models.adapters._low_rank")
+def magnitudes_of_DoRA_in_bfloat16(bug: Bug, low_rank, *args):
+    """The dtype of the magnitudes was the model's, so that each row began with another length."""
+    pair = low_rank(*args)
+    return replace(pair, magnitude=replace(pair.magnitude, float32=False))
+
+
+@exhibit(
+    "areal-project/AReaL#1385",
+    overrides=(*BESIDE, "sweep.adapters=[{training.optimizer.lr: 1e-3}, {training.optimizer.lr: 2e-3}]"),
+)
+@caught_by(SYNCHRONOUS, r"RefitMismatch: after the refit .*lora_B.* on rank \d")
+@replaces("rl.refit.refit.held_by")
+def all_points_in_the_first_slot(bug: Bug, held_by, engine, adapter=0):
+    """The name of an adapter was lost, so that the default adapter stood for each of them."""
+    return held_by(engine)

@@ -5,6 +5,7 @@ from tests.museum.museum import Bug, caught_by, exhibit, replaces
 LOADED = "checksums of a loaded checkpoint"
 START, COMPLETE = "state at the first update", "whole checkpoints"
 EVERY = "agreement.weights_every=1"
+ADAPTIVE = ("algorithm=ppo", "objective.reward_kl.coef=0.1", "objective.reward_kl.controller=adaptive")
 
 
 @exhibit("NVIDIA-NeMo/RL#3171", resumes=True)
@@ -261,3 +262,29 @@ def checkpoints_without_master_weights(bug: Bug, tensors, optimizers, parameter)
 def controller_that_no_checkpoint_has(bug: Bug, controllers, self):
     """An adaptive coefficient began again at its first value after each resume."""
     return {name: state for name, state in controllers(self).items() if name != "entropy_control"}
+
+
+@exhibit(
+    "NVIDIA/TensorRT-Model-Connect#1115", ranks=2, overrides=("model.path=TOY/fp8", "training.tp=2"), at=0
+)
+@caught_by("weights of the files", r"ChangedSinceStart: .* of the policy are not those in the files of")
+@replaces("rl.training.weights.dequantised")
+def factors_of_other_blocks(bug: Bug, dequantised, values, factors, box):
+    """Blocks were taken to begin where the part began, so elements got the factor of another block."""
+    return dequantised(values, factors, [(0, stop - start) for start, stop in box])
+
+
+@exhibit("ray-project/ray#22444", overrides=(*ADAPTIVE, "checkpoint.every=1"), at=1)
+@caught_by(COMPLETE, r"WronglySaved: a checkpoint would lack \{'coef': .*\} of AdaptiveKL")
+@replaces("rl.objectives.kl_controller.AdaptiveKL.state_dict")
+def first_coefficient_saved(bug: Bug, state_dict, self):
+    """After a restore the coefficient was the configuration's again."""
+    return {"coef": 0.1}
+
+
+@exhibit("vllm-project/vime#324", overrides=("rollout.carry_over=true",), resumes=True)
+@caught_by(START, r"ChangedSinceStart: prompts of the checkpoint's carry_over is .* after it was restored")
+@replaces("rl.features.carry_over.carry_over.replace")
+def carried_groups_without_their_draws(bug: Bug, replace, value, **changes):
+    """After a resume the next sample had another index than in a run without a stop."""
+    return replace(value, **{name: own for name, own in changes.items() if name != "draw"})

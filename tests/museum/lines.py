@@ -28,9 +28,11 @@ AUDITS: dict[str, tuple[str, ...]] = {
     "rl/features/adapters/trainer.py": (
         "SUM_ERROR",
         "COMPARED_ROWS",
+        "EXACT",
         "WrongLearning",
         "Adapters.check",
         "Adapters.wrong_values",
+        "Adapters._check_draws",
         "Adapters._check_principal",
     ),
     "rl/features/agents/chat.py": ("Chat.find_strange",),

@@ -386,6 +386,16 @@ def most_probable_tokens_counted_from_0_on_each_rank(bug: Bug, top_k, hidden, we
     return ids % len(weight), log_q
 
 
+@exhibit("NVIDIA-NeMo/RL#1578", ranks=2, overrides=("training.tp=2", "rollout.top_k=4"), at=0)
+@caught_by("head and its gradients", r"WrongHead: head check: .* under sampling masks differ from float64")
+@replaces("rl.features.sampling_masks.trainer.LocalMasks")
+def whole_vocabulary_of_a_rank_without_kept_tokens(bug: Bug, masks, index, is_cut, ends, rows):
+    """With tensor parallelism top-k was applied to each rank's part of the vocabulary."""
+    import torch
+
+    return masks(index, torch.tensor(ends).diff() > 0, ends, rows)
+
+
 @exhibit(
     "THU-BPM/RLCSD#6",
     overrides=(
@@ -406,7 +416,9 @@ def teacher_reads_another_context(bug: Bug, in_context, prompt, *args, **options
     "verl-project/verl#7769",
     overrides=("algorithm=distill", *TEACHER, "teacher.top_k=4", "rollout.temperature=0.6"),
 )
-@caught_by("passes of other models", r"LogprobMismatch: reference check: .* has logprobs of the teacher that")
+@caught_by(
+    "passes of other models", r"LogprobMismatch: reference check: .* has logprobs of .* \(teacher.top_k\)"
+)
 @replaces("rl.features.teachers.teaching.top_k")
 def top_k_of_the_teacher_at_temperature_1(bug: Bug, top_k, hidden, weight, softmax, k):
     """The teacher's temperature was 1 whatever the samples had."""

@@ -56,7 +56,7 @@ import sys
 from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tests.checkpoints import save_qwen2_classifier
+from tests.checkpoints import quantise_layers, save_qwen2, save_qwen2_classifier
 from tests.toy import save_toy
 from tools.make_image_toy import rows_of
 from tools.make_toy import write_problems
@@ -68,6 +68,8 @@ write_problems(toy / "long.parquet", [(10 ** 70 + i, 10 ** 70) for i in range(4)
 turns = [{"role": role, "content": text} for role, text in (("user", "1+2="), ("assistant", "3"))]
 pq.write_table(pa.Table.from_pylist([{"messages": 2 * turns}] * 8), toy / "chats.parquet")
 save_qwen2_classifier(toy / "classifier", seed=3)
+sizes = dict(hidden_size=192, num_attention_heads=6, intermediate_size=384)
+quantise_layers(save_qwen2(toy / "fp8", seed=0, **sizes))
 """
 SAVE_MODEL = """
 import json, sys

@@ -34,6 +34,8 @@ class Fp8Base(TrainerPart):
     parts.
     """
 
+    start_error = 2.0**-4
+
     def attach(self, engine: "TrainingEngine") -> None:
         """Quantise the weights, free their memory, and register the hooks that fill them again."""
         check_fp8_blocks()

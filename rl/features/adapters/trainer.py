@@ -7,7 +7,7 @@ their values to the engine and to checkpoints, and checks them.
 """
 
 import hashlib
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,7 +29,7 @@ from rl.models.adapters import LowRank, adapters
 from rl.models.boxes import index
 from rl.models.layout import Weight
 from rl.runtime.checksum import placed_checksum
-from rl.runtime.collectives import gather_texts
+from rl.runtime.collectives import gather_objects, gather_texts
 from rl.runtime.names import listed, one_of_each_kind
 from rl.training.adapted_weight import AdaptedWeight
 from rl.training.parts import TrainerPart
@@ -44,6 +44,10 @@ SUM_ERROR = 2.0**-10
 """Maximum relative error of products in a float32 matrix multiplication with factors in TF32."""
 DORA_ERROR = 1e-5
 """Maximum relative error of the length of a row in float32."""
+
+EXACT, PISSA_ERROR = 2.0**-12, 2.0**-4
+"""Maximum relative difference of a weight with its new adapter from the weight: B = 0 changes nothing, and
+DoRA's magnitudes are float32. PiSSA rounds both of its parts."""
 
 
 class WrongLearning(RuntimeError):
@@ -66,6 +70,7 @@ class Adapters(TrainerPart):
 
     def __init__(self, config: Adapter, *, seed: int, in_weights: bool = False):
         self.config, self._seed, self._in_weights = config, seed, in_weights
+        self.start_error = PISSA_ERROR if config.init == "pissa" else EXACT
 
     def attach(self, engine: "TrainingEngine") -> None:
         """Freeze the model, except for a value head, and add the adapters. Collective over the world."""
@@ -122,6 +127,7 @@ class Adapters(TrainerPart):
         for added in self._sums.values():
             added.start_magnitudes()
         self._start_random(self._seed)
+        self._check_draws()
         if adapter.init == "pissa":
             self._start_principal()
             self._check_principal()
@@ -254,6 +260,23 @@ class Adapters(TrainerPart):
                 self._set(weight, _kaiming(weight, seed))
             elif ".lora_B." in weight.megatron:
                 parameter.zero_()
+
+    def _check_draws(self) -> None:
+        """Raise WrongLearning if parts of new matrices A are equal, or a variance is wrong. Collective."""
+        sums, wrong = dict[str, int](), list[str]()
+        for weight, parameter in self.learned_map.local():
+            if ".lora_A." in weight.megatron and parameter.numel():
+                boxes = [piece.hf_box for piece in self.learned_map.pieces(weight)]
+                sums[f"{weight.hf[0]} {boxes}"] = int(placed_checksum(parameter.detach()))
+                size = 3 * weight.shapes[0][1] * float(parameter.detach().float().square().mean())
+                # 8 standard deviations of the mean of squares of uniform numbers, and their rounding
+                if abs(size - 1) > 8 * (0.8 / parameter.numel()) ** 0.5 + 2**-7:
+                    wrong.append(f"the variance of {weight.hf[0]} is {size:.3g} times 1 / (3 columns)")
+        parts = ChainMap(*gather_objects(sums, self._base.grid.groups.tp))
+        first = {value: name for name, value in parts.items()}
+        wrong += [f"{name} equals {first[own]}" for name, own in parts.items() if first[own] != name]
+        if found := gather_texts(wrong[:1]):
+            raise WrongLearning(f"adapter check: {found[0]}, but each new A must be a draw of its own.")
 
     def _set(self, weight: Weight, values: Tensor) -> None:
         """Set this rank's part of A or B. values: the whole tensor."""

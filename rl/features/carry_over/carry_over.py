@@ -220,9 +220,8 @@ class CarryOver(Generation):
                 f"the checkpoint holds samples of prompts that have changed: {error}; resume with the "
                 "data.train, the chat template and the data.* keys of the saved run."
             ) from error
-        drawn = [[group.prompt.index, group.prompt.draw] for group in frontier.groups]
-        found = {"num_drawn": frontier.num_drawn, "prompts": drawn}
-        check_restored("the checkpoint's carry_over", state["carry_over"], found)
+        restored = frontier.state_dict(samples_of(frontier.groups), held=False)
+        check_restored("the checkpoint's carry_over", state["carry_over"], restored)
         n = self._config.rollout.samples_per_prompt
         if any(len({sample.number for sample in group.samples}) != n for group in frontier.groups):
             raise ConfigError(

@@ -28,7 +28,7 @@ def check_groups(
     """
     numbers = Counter(group.prompt.draw for group in before)
     parts = Counter(group.prompt.draw for part in (taken, carried, dropped) for group in part)
-    wrong = [draw for draw in numbers | parts if numbers[draw] != parts[draw] or draw >= num_drawn]
+    wrong = [draw for draw in numbers | parts if not numbers[draw] == parts[draw] == (0 <= draw < num_drawn)]
     if wrong:
         draw = min(wrong)
         raise CheckFailed(
