@@ -8,7 +8,7 @@ samples again. What runs on the host beside the GPU is left out.
 from rl.checks.cost import DIRECTIONS, slope_passes
 from rl.config.needs import needs_reference
 from rl.dry_run.estimate import Estimate
-from rl.dry_run.memory import ITEMSIZE
+from rl.dry_run.parameters import ITEMSIZE
 from rl.dry_run.timing import held_parameters
 
 FEW_TOKENS = 256

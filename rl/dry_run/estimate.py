@@ -12,7 +12,8 @@ from rl.config.schema import Config
 from rl.dry_run.generation import Lengths
 from rl.dry_run.grids import Layout, layout_of
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import ITEMSIZE, MemoryEstimate, estimate_memory
+from rl.dry_run.memory import MemoryEstimate, estimate_memory
+from rl.dry_run.parameters import ITEMSIZE
 from rl.dry_run.rows import sequences_per_prompt, with_actual_rows
 from rl.dry_run.shape import ModelShape, check_layouts, models_of
 from rl.dry_run.timing import assumed_lengths, estimate_seconds

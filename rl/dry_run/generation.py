@@ -21,8 +21,8 @@ import numpy as np
 from rl.config.schema import Config
 from rl.dry_run.grids import Layout
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import ITEMSIZE, EngineMemory, parts_in_fp8
-from rl.dry_run.parameters import CountedWeight
+from rl.dry_run.memory import EngineMemory, parts_in_fp8
+from rl.dry_run.parameters import ITEMSIZE, CountedWeight
 from rl.dry_run.shape import ModelShape, drafter_of
 
 NUM_STEPS, WARM_UP = 8, 2

@@ -14,6 +14,9 @@ from rl.models.boxes import volume
 from rl.models.layout import VOCAB, Cut, Weight, padded_vocab, vocab_multiple
 from rl.models.placement import RolloutPlacement, TrainingPlacement
 
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
+"""Bytes of an element, by model.dtype."""
+
 
 @dataclass(frozen=True)
 class CountedWeight:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 
 from rl.config.needs import algorithm_of, needs_early_logprobs, needs_reference, uses_teacher
 from rl.config.schema import Config
+from rl.dry_run.activations import gathered_bytes
 from rl.dry_run.generation import Lengths, engines_of, generation_seconds, work_of
 from rl.dry_run.grids import Layout
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.images import encoding_seconds, images_of
-from rl.dry_run.memory import ITEMSIZE, MemoryEstimate, State, gathered_bytes
-from rl.dry_run.parameters import CountedWeight, count_parameters
+from rl.dry_run.memory import MemoryEstimate, State
+from rl.dry_run.parameters import ITEMSIZE, CountedWeight, count_parameters
 from rl.dry_run.recompute import attention_again, computed_again
 from rl.dry_run.rows import num_micro_batches, sequences_per_prompt
 from rl.dry_run.shape import ModelShape, with_output_head

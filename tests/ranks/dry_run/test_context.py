@@ -7,9 +7,10 @@ import pytest
 
 from rl.config import schema
 from rl.config.run_models import RunModel
+from rl.dry_run.activations import gathered_bytes
 from rl.dry_run.grids import layout_of
 from rl.dry_run.hardware import Hardware
-from rl.dry_run.memory import estimate_memory, gathered_bytes
+from rl.dry_run.memory import estimate_memory
 from rl.dry_run.parameters import group_parts
 from rl.dry_run.shape import ModelShape
 from rl.models import architecture, read_hf_config

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rl.config.schema import load_config
+from rl.dry_run.activations import layer_elements
 from rl.dry_run.changes import cheapest_change, single_changes, with_values
 from rl.dry_run.command import main
 from rl.dry_run.estimate import estimate
 from rl.dry_run.grids import layout_of
 from rl.dry_run.hardware import GIB, Hardware
 from rl.dry_run.host import memory_warning
-from rl.dry_run.memory import layer_elements
 from rl.dry_run.parameters import buffer_elements, count_engine, count_parameters, group_parts
 from rl.dry_run.report import verdict
 from rl.models import architecture

@@ -17,7 +17,7 @@ from rl.config.schema import Config, Data, Model, Optimizer, Rollout, Training
 from rl.dry_run.changes import with_values
 from rl.dry_run.estimate import Estimate, changed, estimate
 from rl.dry_run.hardware import GIB, Hardware
-from rl.dry_run.memory import ITEMSIZE
+from rl.dry_run.parameters import ITEMSIZE
 from rl.dry_run.shape import ModelShape as ShapeModel
 from tools.dev.bench_tables.report import TableLine
 
