@@ -28,6 +28,9 @@ RETAINED = 0.75
 (0.64 to 0.84 with SmolLM2-135M): small objects are between tensors, and blocks of aligned memory do not fit
 again. The first micro-batches of a phase find none, because freed memory is returned between phases;
 those of its later updates find little (with SmolLM2-135M and two updates 0.03 of the peak)."""
+LARGE = 32 << 20
+"""Bytes from which glibc always maps a block on its own and returns it when it is freed; activations on CPUs
+are smaller, because rows are short there (`rl.models.sizes.cpu_row_tokens`)."""
 HEAD_COPIES = 2
 """Number of arrays of a chunk's logits, in the weights' dtype, that coexist in rl.training.logprobs on CUDA:
 the current chunk's, and the previous chunk's, which is still referenced."""
@@ -37,14 +40,16 @@ the current chunk's, and the previous chunk's, which is still referenced."""
 class Passes:
     """Memory of the training passes of a model on a rank of one stage."""
 
-    kept: float
+    kept: float = 0.0
     """Bytes that all micro-batches in flight save for their backward passes."""
-    retained: float
+    retained: float = 0.0
     """Bytes that glibc still holds of earlier micro-batches (RETAINED)."""
-    working: float
+    working: float = 0.0
     """Bytes that the computation of one layer needs."""
-    head: float
+    head: float = 0.0
     """Bytes that the computation of the head needs. Layer and head do not compute at the same time."""
+    returned: float = 0.0
+    """Bytes of `head` in blocks that glibc returns to the system when they are freed (LARGE)."""
 
     @property
     def of_head(self) -> float:
@@ -102,8 +107,11 @@ def passes_of(
         # Keys and values of the whole row for the backward pass, and a copy in another order.
         saved += keys * max(1, kept_keys)
         working += keys
-    head = 0.0
+    head = returned = 0.0
     if stage == layout.pp - 1:
+        if hardware.is_cpu and model.has_head:
+            block = head_rows(layout.tp, model) * hidden * itemsize
+            returned = _head_gradient(layout, model, itemsize) if block >= LARGE else 0.0
         head = _head(config, layout, model, tokens, itemsize, is_cpu=hardware.is_cpu)
         if predictor is not None and predictor.run.learns and model.run.name == "policy":
             head = max(head, _prediction(config, layout, predictor, tokens, imbalance, itemsize))
@@ -122,9 +130,9 @@ def passes_of(
         )
         saved, working = found or (saved, working)
         if layout.shard > 1:  # the whole head
-            head += itemsize * _head_rows(layout, model) * hidden
+            head += itemsize * head_rows(layout.tp, model) * hidden
     retained = RETAINED * saved * in_flight * (hardware.is_cpu and number > in_flight)
-    return Passes(saved * in_flight, retained, working, head)
+    return Passes(saved * in_flight, retained, working, head, returned)
 
 
 def layer_elements(
@@ -237,9 +245,9 @@ def _head(
     states = 3 * hidden * tokens * itemsize
     if not model.has_head:
         return states
-    rows = _head_rows(layout, model)
+    rows = head_rows(layout.tp, model)
     chunk = min(config.training.head_chunk(rows), tokens)
-    gradient = 0 if model.adapters else (4 + itemsize) * rows * hidden
+    gradient = _head_gradient(layout, model, itemsize)
     if is_cpu:  # logits, a copy relative to the largest one and its exponentials, both in float32
         return states + max((itemsize + 8) * chunk * rows, 8 * chunk * rows + gradient)
     return states + HEAD_COPIES * itemsize * chunk * rows + gradient
@@ -253,13 +261,18 @@ def _prediction(
     These are its layer's activations, the embedding that it received, and six arrays of a quarter of a
     chunk's logits in float32.
     """
-    hidden, rows = head.hf["hidden_size"], _head_rows(layout, head)
+    hidden, rows = head.hf["hidden_size"], head_rows(layout.tp, head)
     layer = layer_elements(head, None, layout, tokens, imbalance)
     embedding = rows * hidden if layout.pp > 1 else 0
     chunk = min(config.training.head_chunk(rows) // 4, tokens)
     return itemsize * (layer + 3 * hidden * tokens + embedding) + 6 * 4 * chunk * rows
 
 
-def _head_rows(layout: Layout, model: ModelShape) -> int:
+def _head_gradient(layout: Layout, model: ModelShape, itemsize: int) -> int:
+    """Return the bytes of the gradient of the head's weights: a sum in float32, and a copy in their dtype."""
+    return 0 if model.adapters else (4 + itemsize) * head_rows(layout.tp, model) * model.hf["hidden_size"]
+
+
+def head_rows(tp: int, model: ModelShape) -> int:
     """Return the number of rows of an output head on a rank."""
-    return padded_vocab(model.hf["vocab_size"], vocab_multiple(layout.tp)) // layout.tp
+    return padded_vocab(model.hf["vocab_size"], vocab_multiple(tp)) // tp

@@ -90,7 +90,7 @@ class Hardware:
     communicator_gib: float = 1.0
     """GiB of a GPU for each NCCL communicator, not measured yet (NCCL #964: 0.5 to 0.7; vLLM #51485: 1; verl
     #6266 and #6408: 7 dense, 9.5 with experts, for all of Megatron's on 8 H100)"""
-    process_gib: float = 0.9
+    process_gib: float = 0.65
     """GiB of a rank on CPUs for torch, vLLM, Megatron and transformers, measured on Linux with glibc 2.36"""
     expert_imbalance: float = 1.5
     """tokens of the busiest rank's experts / mean of all ranks, for activations and time"""

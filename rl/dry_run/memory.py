@@ -5,13 +5,14 @@ training passes. `Hardware` has figures for NCCL's communicators and for the res
 models and the engine's weights in all phases.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from rl.config.features import CLASS, is_on
-from rl.config.needs import needs_engine
+from rl.config.needs import needs_engine, validates
 from rl.config.schema import Config, Optimizer
-from rl.dry_run.activations import RETAINED, Passes, passes_of
+from rl.dry_run.activations import Passes, head_rows, passes_of
 from rl.dry_run.grids import Layout, layout_of
 from rl.dry_run.hardware import Hardware
 from rl.dry_run.images import without_frozen_tower
@@ -23,7 +24,7 @@ from rl.dry_run.parameters import (
     count_engine,
     count_stages,
 )
-from rl.dry_run.rows import longest_sequence, with_actual_rows
+from rl.dry_run.rows import longest_sequence, sequences_per_prompt, with_actual_rows
 from rl.dry_run.shape import DRAFTERS, ModelShape
 from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
@@ -88,6 +89,8 @@ class EngineMemory:
     """Weights of one group on their way into FP8, during a refit."""
     states: float = 0.0
     """Recurrent states of the samples that run at once."""
+    unused: float = 0.0
+    """Bytes of the cache for which a CPU has no memory, because no step's generation writes them."""
 
     @property
     def cache(self) -> float:
@@ -166,7 +169,7 @@ class MemoryEstimate:
         if phase == "refit":
             weights = 0 if self.is_split else self.engine.weights + self.engine.staged
             return stays + weights + self.refit_buffers
-        return stays + self.engine.budget
+        return stays + self.engine.budget - self.engine.unused
 
     def idle_engine(self, phase: str) -> int:
         """Return the bytes of the engine's weights while the rank trains; 0 on a GPU, which discards them."""
@@ -243,11 +246,11 @@ def estimate_memory(
         learning = [model for model in on_grid.values() if model.run.learns]
         # One model computes at a time, so the largest counts.
         passes = [passes_of(config, layout, model, stage, hardware, head) for model in learning]
-        work = max(passes, key=lambda own: own.peak, default=Passes(0.0, 0.0, 0.0, 0.0))  # or nothing learns
-        if hardware.is_cpu:  # gloo reduces a copy of the gradients when the last pass has freed its memory
-            freed = work.kept - max(0.0, RETAINED * work.kept - work.retained)
-            copied = max(state.gradients for state in states.values()) - freed
-            work = replace(work, head=max(work.head, copied))
+        work = max(passes, key=lambda own: own.peak, default=Passes())  # or nothing learns
+        if hardware.is_cpu:  # gloo reduces a copy of the gradients, beside what glibc holds of the passes
+            copied = max(state.gradients for state in states.values())
+            kept = max(work.working, work.head - work.returned)
+            work = replace(work, head=max(work.head, kept + copied))
         stages.append(StageMemory(states, work.peak - work.of_head, work.of_head))
     references = [
         adapters.get(name, counts[name])[0 if layout.pp == 1 else 1]
@@ -255,12 +258,17 @@ def estimate_memory(
         if model.run.keeps_reference
     ]
     judge = models["judge"] if "judge" in models else None
+    engine = engine_memory(config, layout, models, hardware, points=points) if needs_engine(config) else None
+    buffers = config.refit.buffer_mib << 20
+    if engine is not None and config.rollout.quantization == "none":  # a rank sends and receives no more
+        held = max(sum(state.weights for state in stage.states.values()) for stage in stages)
+        buffers = min(buffers, held + engine.weights) if layout.num_ranks > 1 else 0
     auto = "none" if hardware.is_cpu else "all"
     return MemoryEstimate(
         stages,
-        engine_memory(config, layout, models, hardware, points=points) if needs_engine(config) else None,
+        engine,
         judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
-        refit_buffers=config.refit.buffer_mib << 20,
+        refit_buffers=buffers,
         connections=0,
         communicators=0 if hardware.is_cpu else num_communicators(config, layout, models),
         offload=auto if config.training.offload == "auto" else config.training.offload,
@@ -372,8 +380,12 @@ def engine_memory(
     width /= layout.rollout_sharing
     if model.num_experts:
         width += model.experts_per_token * 2 * hidden
-    sampler = 3 * 4 * rollout.max_concurrent_samples * vocab
-    step_tokens = BATCHED_TOKENS_ON_CPU * rollout.tp if hardware.is_cpu else BATCHED_TOKENS
+    generated = step_samples(config, layout)
+    samples, step_tokens = float(rollout.max_concurrent_samples), float(BATCHED_TOKENS)
+    if hardware.is_cpu:  # it allocates for the samples that it has
+        samples = min(samples, generated)
+        step_tokens = min(BATCHED_TOKENS_ON_CPU * rollout.tp, generated * longest_sequence(config))
+    sampler = 3 * 4 * samples * vocab
     in_fp8 = count_engine(parts_in_fp8(config, model), placement)[0]
     saved = in_fp8 * (itemsize - 1) - 4 * in_fp8 // FP8_BLOCK**2
     cached = [model.cache_elements(rollout.tp)]
@@ -384,10 +396,14 @@ def engine_memory(
         cached.append(drafter.cache_elements(rollout.tp))
     weights, workspace = itemsize * elements + 4 * float32 - saved, step_tokens * width * itemsize + sampler
     states = rollout.max_concurrent_samples * model.state_bytes(rollout.tp, itemsize)
-    budget = rollout.gpu_memory_utilization * hardware.memory
-    if hardware.is_cpu:
-        workspace += itemsize * count_engine(linear_parts(model), placement)[0]  # oneDNN's packed copies
-        budget = weights + workspace + states + (rollout.cpu_kv_cache_mib << 20)
+    budget, unused = rollout.gpu_memory_utilization * hardware.memory, 0.0
+    if hardware.is_cpu:  # with oneDNN's packed copies of linear layers and of the head
+        packed = count_engine(linear_parts(model), placement)[0] + head_rows(rollout.tp, model) * hidden
+        workspace, cache = workspace + itemsize * packed, rollout.cpu_kv_cache_mib << 20
+        budget = weights + workspace + states + cache
+        written = itemsize * sum(cached) * generated * longest_sequence(config)
+        # At its start vLLM fills the whole cache with zeros, but has no workspace yet.
+        unused = min(max(0.0, cache - written), workspace + states)
     return EngineMemory(
         budget,
         weights,
@@ -396,7 +412,16 @@ def engine_memory(
         longest_sequence(config),
         staged=itemsize * in_fp8 / REFIT_GROUPS,
         states=states,
+        unused=unused,
     )
+
+
+def step_samples(config: Config, layout: Layout) -> float:
+    """Return the number of samples that a replica generates before its cache is released; inf if unknown."""
+    repeats = config.rollout.carry_over or is_on(config, "needs dynamic_sampling") or validates(config)
+    if repeats or layout.is_split:
+        return math.inf
+    return math.ceil(config.data.prompts_per_step * sequences_per_prompt(config) / layout.replicas)
 
 
 def parts_in_fp8(config: Config, model: ModelShape) -> list[CountedWeight]:

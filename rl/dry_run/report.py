@@ -158,7 +158,7 @@ def _memory(estimate: Estimate) -> str:
         if engine.staged:
             rows.append(["engine: staged weights", *_gib([0.0, engine.staged, 0.0])])
         rows.append(["engine: activations", *_gib([0.0, 0.0, engine.workspace])])
-        rows.append(["engine: KV cache", *_gib([0.0, 0.0, max(0.0, engine.cache)])])
+        rows.append(["engine: KV cache", *_gib([0.0, 0.0, max(0.0, engine.cache - engine.unused)])])
         rows.append(["refit buffers", *_gib([0.0, memory.refit_buffers, 0.0])])
     if memory.connections:
         rows.append(["refit: NCCL", *_gib([memory.connections] * len(phases))])

@@ -133,6 +133,22 @@ class TestHost:
         memory = estimate(config, 2, Hardware(host_memory_gib=23.0, ranks_per_node=2), plan=False).memory
         assert memory.peak("training")[0] / GIB == pytest.approx(measured, rel=0.1)
 
+    @pytest.mark.parametrize(
+        "ranks, measured, overrides",
+        [(1, 1.44, ()), (2, 1.29, ()), (2, 1.25, ("training.backend=transformers",))],
+    )
+    def test_a_small_model_has_the_measured_peak(self, tmp_path, ranks, measured, overrides):
+        """The largest VmHWM in three steps on 2026-11-30, in GiB: neither the whole cache nor all of
+        refit.buffer_mib is in it."""
+        sizes = {"hidden_size": 512, "num_hidden_layers": 9, "intermediate_size": 1024, "vocab_size": 102}
+        hf = SMOLLM2 | sizes | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
+        keys = (*COMMON, *OF_MODEL, "rollout.cpu_kv_cache_mib=256", "validation.every=0", *overrides)
+        config = self.config(tmp_path, hf, *keys)
+        machine = Hardware(host_memory_gib=23.0, ranks_per_node=ranks)
+        memory = estimate(config, ranks, machine, plan=False).memory
+        peak = max(memory.peak(phase)[0] for phase in ("training", "refit", "generation")) / GIB
+        assert peak == pytest.approx(measured, rel=0.1)
+
     def test_a_warning_names_the_tokens_that_fit(self, tmp_path):
         def warning(gib, tokens, hf=SMOLLM2, longest=400):
             keys = f"training.micro_batch_tokens={tokens}", f"rollout.max_response_tokens={longest}"
