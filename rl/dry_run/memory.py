@@ -380,7 +380,7 @@ def engine_memory(
     width /= layout.rollout_sharing
     if model.num_experts:
         width += model.experts_per_token * 2 * hidden
-    generated = step_samples(config, layout)
+    generated = step_samples(config, layout) if points == 1 else math.inf
     samples, step_tokens = float(rollout.max_concurrent_samples), float(BATCHED_TOKENS)
     if hardware.is_cpu:  # it allocates for the samples that it has
         samples = min(samples, generated)
@@ -417,11 +417,16 @@ def engine_memory(
 
 
 def step_samples(config: Config, layout: Layout) -> float:
-    """Return the number of samples that a replica generates before its cache is released; inf if unknown."""
+    """Return the number of samples that a replica generates before its cache is released; inf if unknown.
+
+    Replicas draw whole prompts. An agent may repeat a trajectory, and drafts are tested with more samples.
+    """
     repeats = config.rollout.carry_over or is_on(config, "needs dynamic_sampling") or validates(config)
-    if repeats or layout.is_split:
+    unknown = config.run.mode != "train" or config.agents.is_on or config.rollout.draft.is_on
+    if repeats or unknown or layout.is_split:
         return math.inf
-    return math.ceil(config.data.prompts_per_step * sequences_per_prompt(config) / layout.replicas)
+    of_prompt = sequences_per_prompt(config) + is_on(config, "greedy baselines")
+    return math.ceil(config.data.prompts_per_step / layout.replicas) * of_prompt
 
 
 def parts_in_fp8(config: Config, model: ModelShape) -> list[CountedWeight]:
