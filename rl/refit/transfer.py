@@ -22,6 +22,9 @@ from rl.runtime.checksum import bits, different
 
 OPS_PER_CALL = 32
 """Number of point-to-point operations per NCCL call; hundreds in one call deadlocked (Megatron-LM #7189)."""
+LOCAL_BYTES = 64 << 20
+"""Bytes that are copied within a rank in one call. A source that is computed, such as a merged weight, exists
+until its call."""
 CHECKSUM_ELEMENTS = 1 << 20
 """Number of elements per step of a checksum; each needs about 24 bytes of temporary memory."""
 
@@ -88,9 +91,7 @@ def transfer(
     """
     done = BytesMoved()
     with tracing.span("refit within the rank", copies=len(plan.copies)):
-        ends = [_ends(copy, sources, destinations) for copy in plan.copies]
-        _copy((destination, source) for source, destination in ends)
-        done.local = sum(source.nbytes for source, _ in ends)
+        done.local = _copy_within(plan, sources, destinations)
     largest = max((_space(batch.sends + batch.receives) for batch in plan.batches), default=0)
     space = torch.empty(largest, dtype=torch.uint8, device=device)
     for number, batch in enumerate(plan.batches):
@@ -308,6 +309,20 @@ def _unpacked(
 def _pack(messages: tuple[Message, ...], buffers: list[Tensor], parameters: Mapping[int, Tensor]) -> None:
     """Fill the buffers of the messages with the elements of the parameters."""
     _copy((packed, view) for view, packed in _unpacked(messages, buffers, parameters))
+
+
+def _copy_within(plan: RefitPlan, sources: Mapping[int, Tensor], destinations: Mapping[int, Tensor]) -> int:
+    """Copy what stays on this rank, in calls of about LOCAL_BYTES, and return the number of bytes."""
+    pairs, size, done = list[tuple[Tensor, Tensor]](), 0, 0
+    for copy in plan.copies:
+        source, destination = _ends(copy, sources, destinations)
+        pairs.append((destination, source))
+        size += source.nbytes
+        if size >= LOCAL_BYTES:
+            _copy(pairs)
+            pairs, size, done = [], 0, done + size
+    _copy(pairs)
+    return done + size
 
 
 def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -227,6 +227,7 @@ class Museum:
             raw["training"]["optimizer"]["lr"] = 1e-5
             raw["data"]["max_prompt_tokens"] *= CHAT_FACTOR
             raw["training"]["micro_batch_tokens"] *= CHAT_FACTOR
+            raw["rollout"]["cpu_kv_cache_mib"] *= CHAT_FACTOR
             overrides = tuple(map(_with_room_for_a_chat, overrides))
         else:
             architecture, options = MODELS[model]

@@ -1,9 +1,12 @@
 """The calls that post messages, for more ranks than a test can start."""
 
+from types import SimpleNamespace
+
 import torch
 import torch.distributed as dist
 
 from rl.refit import transfer
+from rl.refit.plan import Copy
 
 WORLD = 40
 
@@ -32,3 +35,23 @@ def test_calls_of_all_ranks_match_and_are_small(monkeypatch):
         messages = [(op.sends, rank, op.peer) for rank, call in enumerate(calls) for op in call]
         sent = {(rank, peer) for sends, rank, peer in messages if sends}
         assert sent and sent == {(peer, rank) for sends, rank, peer in messages if not sends}
+
+
+def test_copies_within_a_rank_are_made_in_groups(monkeypatch):
+    """Sources that are computed, such as merged weights, do not exist all at once."""
+    sizes, copy = [], transfer._copy
+
+    def counted(pairs):
+        sizes.append(sum(source.nbytes for _, source in pairs))
+        copy(pairs)
+
+    monkeypatch.setattr(transfer, "_copy", counted)
+    monkeypatch.setattr(transfer, "LOCAL_BYTES", 100)
+    whole = ((0, 4), (0, 4))
+    copies = [Copy(n, f"weight {n}", whole, whole) for n in range(7)]
+    sources = {n: torch.full((4, 4), float(n)) for n in range(7)}
+    destinations = {n: torch.full((4, 4), -1.0) for n in range(7)}
+    plan = SimpleNamespace(copies=copies, batches=[], bytes_sent=0, bytes_received=0)
+    done = transfer.transfer(plan, sources, destinations, torch.device("cpu"))
+    assert done.local == 7 * 64 and sizes == [128, 128, 128, 64]
+    assert all(torch.equal(destinations[n], sources[n]) for n in range(7))
