@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.checks.batches import CheckFailed, place
 from rl.checks.few_samples import some
-from rl.config.reward_sources import RewardPlan
+from rl.config.reward_sources import Component, RewardPlan
 from rl.config.schema import Config, Data
 from rl.data.batch import Batch
 from rl.data.completeness import SWITCH
@@ -22,6 +22,7 @@ from rl.data.reading import MESSAGES, read_row, row_bytes
 from rl.data.rendering import check_rendering
 from rl.data.special_tokens import special_ids
 from rl.faults.agreement import fail_together
+from rl.rewards.mixture import short_names
 from rl.rewards.score import Score, digest, sealed
 
 TOLERANCE = 1e-6
@@ -34,8 +35,13 @@ READ_BYTES = 8 << 20
 
 def calls_of(plan: RewardPlan, sample: Mapping[str, Any]) -> list[tuple[str, float, Mapping[str, Any]]]:
     """Return the calls that score a sample, as `rl.rewards.score.digest` reads them."""
-    components = plan.sources.get(sample["data_source"], plan.default)
+    components = _components(plan, sample)
     return [(each.function, each.weight, {**each.kwargs, **sample}) for each in components]
+
+
+def _components(plan: RewardPlan, sample: Mapping[str, Any]) -> Sequence[Component]:
+    """Return the reward functions of a sample's source."""
+    return plan.sources.get(sample["data_source"], plan.default)
 
 
 def check_places(ids: Sequence[np.ndarray], again: Mapping[int, np.ndarray], name: str) -> None:
@@ -101,7 +107,8 @@ class Grades:
                 f"{name} has the score {own:.6g}, but its reward functions gave {score.parts}, which their "
                 f"weights {[weight for _, weight, _ in calls]} make {sum(terms):.6g}"
             )
-        accs = [value for key, value in score.values.items() if key.endswith("/acc")]
+        names = short_names(_components(self._plan, given))
+        accs = [value for name in names if (value := score.values.get(f"{name}/acc")) is not None]
         if len(score.parts) > 1 and accs and score.values.get("acc") != accs[0]:
             return f"{name} has the acc {score.values.get('acc')}, but its reward functions gave {accs}"
         if not self._is_filed(batch, sample, score):

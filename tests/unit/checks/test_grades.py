@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from rl.checks.batches import CheckFailed
-from rl.checks.grades import READ_BYTES, Arguments
-from rl.config.schema import Data
+from rl.checks.grades import READ_BYTES, Arguments, Grades
+from rl.config.reward_sources import Component, RewardPlan
+from rl.config.schema import Config, Data
 from rl.data.batch import Batch
 from rl.data.prompts import Prompt, load_prompts
 from rl.data.reading import read_row, row_bytes
 from rl.phases.truths import arguments
+from rl.rewards.mixture import Mixture
 from tests.chat_templates import tokenizer_of
 
 ROWS = [
@@ -105,3 +107,29 @@ def test_rows_of_a_large_row_group_are_read_in_proportion(tmp_path):
         again.check(batch, {})
         number += again.affords(batch, 0)
     assert 0 < number * costs[2] <= 41 * READ_BYTES
+
+
+def test_the_acc_is_that_of_a_function_and_not_of_a_number_with_such_a_name(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    functions = []
+    for number, found in enumerate(
+        ({"score": 1, "format/acc": 0}, {"score": 1, "step/acc": 0, "acc": 1}, {"score": 0, "acc": 0})
+    ):
+        path = tmp_path / f"own{number}.py"
+        path.write_text(f"def score(prompt, response, ground_truth, **_):\n    return {found}\n")
+        functions.append(Component(f"{path}:score"))
+    batch = Batch(
+        [np.zeros(1, np.int32)], [np.zeros(1, np.int32)], torch.zeros(1).long(), torch.zeros(1, dtype=bool)
+    )
+    given = dict(prompt="1+1=", response="2", ground_truth="2", data_source="toy", extra_info={})
+    for own in (functions[:1] * 2, functions):
+        plan = RewardPlan(tuple(own))
+        grades, score = Grades(Config(), tokenizer_of("qwen2.5"), (), plan), Mixture(plan).score(given)
+        score.values["failed"] = 0.0
+        batch.scores = torch.tensor([score.values["score"]])
+        batch.score_details = {name: torch.tensor([value]) for name, value in score.values.items()}
+        assert grades._problem(batch, 0, given, score) == ""
+    score.values["acc"] = 0.0
+    assert "has the acc 0.0, but its reward functions gave [1.0, 0.0]" in grades._problem(
+        batch, 0, given, score
+    )
