@@ -1,6 +1,7 @@
 """Compares log-probs of engine, trainer and reference. If all are right, they differ only by rounding."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,8 @@ SLACK = 4
 """Factor for the tail of the distribution of a sum of rounding errors."""
 NUM_EQUAL = 32
 """Number of tokens whose log-probs do not stay equal by chance after an update that moved weights."""
+NUM_KEYED = 32
+"""Number of tokens of a response by which earlier samples are found that may be equal to it."""
 FP8_FACTOR = 4
 """Factor of the limit in FP8, where products with rounded activations err by 2.3 times SLACK * 2^-8."""
 FADE = 0.95
@@ -167,13 +170,20 @@ def check_repeats(batch: Batch) -> None:
     Let each such sample of N multiply a number by 1 / (p N^2), if this is above 1. The number's expectation
     is below e, so it exceeds e / RISK with a probability below RISK (Ville's inequality).
     """
-    whole, seen, repeats = batch.merge_rows(), set[tuple[int, bytes]](), list[int]()
-    terms = torch.where(whole.mask > 0, whole.column("rollout_logprobs"), 0.0).double()
-    factors = -segment_sum(terms, whole.lengths) - 2 * math.log(max(1, len(whole)))  # their logarithms
-    for sample, key in enumerate(zip(whole.groups.tolist(), (ids.tobytes() for ids in whole.response_ids))):
-        repeats += [sample] * (key in seen and float(factors[sample]) > 0)
-        seen.add(key)
-    if float(factors[repeats].sum()) > 1 - math.log(RISK):
+    whole, repeats, total = batch.merge_rows(), list[int](), 0.0
+    mask, logprobs, offsets = whole.mask, whole.column("rollout_logprobs"), whole.offsets.tolist()
+    seen = defaultdict[tuple[int, int, bytes], list[np.ndarray]](list)
+    for sample, (group, ids) in enumerate(zip(whole.groups.tolist(), whole.response_ids)):
+        alike = seen[group, len(ids), ids[:: len(ids) // NUM_KEYED + 1].tobytes()]
+        if not any(np.array_equal(ids, other) for other in alike):
+            alike.append(ids)
+            continue
+        span = slice(offsets[sample], offsets[sample + 1])
+        terms = torch.where(mask[span] > 0, logprobs[span], 0.0).double()
+        factor = -float(terms.sum()) - 2 * math.log(max(1, len(whole)))  # its logarithm
+        if factor > 0:
+            repeats, total = [*repeats, sample], total + factor
+    if total > 1 - math.log(RISK):
         what = "{sample} is an improbable response, but an earlier sample of its prompt is the same"
         refuse("repetition", whole, repeats, what, "samples were drawn with one seed, or copied")
 

@@ -119,3 +119,11 @@ def test_samples_that_are_equal_by_chance_pass_and_copies_do_not():
         tokens[i] = tokens[10]
     with pytest.raises(CheckFailed, match=r"check: sample 10 is an .* \(and 2 further samples of 64"):
         check_repeats(batch)
+    tokens = [np.arange(100, dtype=np.int32) for _ in range(64)]
+    for i in range(64):
+        tokens[i][1] = i  # one token differs
+    batch = Batch(prompts, tokens, groups, ends, rollout_logprobs=torch.full((6400,), -4.0))
+    check_repeats(batch)
+    tokens[63][1] = 56
+    with pytest.raises(CheckFailed, match=r"check: sample 63 is an .* \(and 0 further samples of 64"):
+        check_repeats(batch)
