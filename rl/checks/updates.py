@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +84,8 @@ def check_specs(config: Config, models: Mapping[str, TrainingEngine]) -> None:
                 f"model check: (temperature, dtype, whether it has values) of the {name} are {found}, but "
                 f"the config makes them {expected}: the model was built with the properties of another."
             )
-        for layer in (layer for chunk in model.chunks for layer in chunk.modules()):
+        learning = model.chunks if model.optimizer is not None else ()
+        for layer in (layer for chunk in learning for layer in chunk.modules()):
             if isinstance(layer, torch.nn.Embedding) and layer.padding_idx is not None:
                 raise CheckFailed(
                     f"model check: row {layer.padding_idx} of an embedding of the {name} does not learn "
@@ -149,11 +149,11 @@ def check_divergence(found: float, batch: Batch, samples: list[int], logprobs: T
     check_numbers({"kl": found}, {"kl": max(0.0, float(ratios.mean()))}, RATIO_ROUNDING * float(size))
 
 
-def check_present(given: Mapping[str, Any], measured: Mapping[int, float], number: int) -> None:
-    """Raise CheckFailed unless a loss gets the estimate that was measured after `number` updates, if any."""
-    if measured and "kl" in given and given["kl"] != measured.get(number):
+def check_present(given: float, measured: Mapping[int, float], number: int) -> None:
+    """Raise CheckFailed unless a loss gets the estimate that was measured after `number` updates."""
+    if given != measured.get(number):
         raise CheckFailed(
-            f"loss check: the loss gets kl={given['kl']:.6g}, an estimate that was not computed after "
+            f"loss check: the loss gets kl={given:.6g}, an estimate that was not computed after "
             f"{number} updates but of older weights ({measured})."
         )
 

@@ -113,7 +113,9 @@ class Updates:
             if select_tokens is not None:
                 self._select_tokens(batch, plan, select_tokens, number=number)
             if mismatched is not None:
-                yield loss.given(kl=self._mismatch_kl(mismatched, others[plans.index(plan)]))
+                kl = self._mismatch_kl(mismatched, others[plans.index(plan)])
+                check_present(kl, self._measured, policy.num_updates)
+                yield loss.given(kl=kl)
             elif only_update is not None:
                 yield only_update.loss
                 self._old_logprobs.fill(batch, *only_update.outputs(policy, batch))
@@ -213,7 +215,6 @@ class Updates:
             )
             for plan in plans * epochs:
                 with update_of(plan) if update_of else nullcontext(loss) as loss:
-                    check_present(loss.defaults, self._measured, model.num_updates)
                     totals = plan.totals(batch)
                     micros = plan.micro_batches
                     outputs = checks.begin(partial(loss, totals=totals), totals, micros, loss.reads)

@@ -227,4 +227,6 @@ def _pad_vocabulary(model: Any, rows: int) -> None:
             setattr(layer, name, torch.nn.Parameter(own.new_empty(rows, *own.shape[1:])))
     if is_tied:
         head.weight = embedding.weight
-    embedding.padding_idx = None  # its row would not learn, but a policy may sample this token
+    for layer in model.modules():
+        if isinstance(layer, torch.nn.Embedding):
+            layer.padding_idx = None  # its row would not learn, but a policy may sample this token

@@ -16,7 +16,14 @@ from rl.checks.batches import CheckFailed, check_rejections, check_uniforms
 from rl.checks.few_samples import some
 from rl.checks.objective import check_loss
 from rl.checks.precision import CoarseFunctions, is_rounded
-from rl.checks.updates import UpdateChecks, check_divergence, check_present, check_selection, expected_rate
+from rl.checks.updates import (
+    UpdateChecks,
+    check_divergence,
+    check_present,
+    check_selection,
+    check_specs,
+    expected_rate,
+)
 from rl.config.correction import RolloutCorrection
 from rl.config.schema import Optimizer
 from rl.config.terms import AdaptiveEntropy
@@ -25,6 +32,7 @@ from rl.data.prompt_order import MixedOrder
 from rl.data.prompts import Prompt
 from rl.features.sampling_masks.trainer import SamplingMasks
 from rl.features.teachers.divergence import linear_divergence, top_k, top_k_divergence
+from rl.features.transformers_backend.model import _pad_vocabulary
 from rl.objectives.distillation import divergence_of
 from rl.objectives.entropy_controller import EntropyController
 from rl.phases.draw import Draw
@@ -217,12 +225,28 @@ def test_an_estimate_of_a_small_divergence_is_compared_in_its_own_size(monkeypat
         check_divergence(float(ratios[1:].mean()), batch, [0, 1, 2], logprobs)
 
 
+def test_each_row_of_each_embedding_of_a_model_that_learns_has_a_gradient():
+    first, other, head = (torch.nn.Embedding(8, 4, padding_idx=0) for _ in range(3))
+    own = torch.nn.ModuleList([first, other, head])
+    own.get_input_embeddings, own.get_output_embeddings = lambda: first, lambda: head
+    spec = SimpleNamespace(temperature=1.0, dtype="float32", has_values=False)
+    model = SimpleNamespace(spec=spec, chunks=[own], optimizer=None)
+    config = config_with("model.dtype=float32")
+    check_specs(config, {"policy": model})  # a frozen model may keep its padding
+    model.optimizer = object()
+    with pytest.raises(CheckFailed, match="row 0 of an embedding of the policy does not learn"):
+        check_specs(config, {"policy": model})
+    _pad_vocabulary(own, 12)
+    check_specs(config, {"policy": model})
+    other(torch.zeros(1, dtype=torch.int64)).sum().backward()
+    assert (len(first.weight), len(other.weight)) == (12, 8) and other.weight.grad[0].eq(1).all()
+
+
 def test_an_estimate_of_older_weights_is_found():
-    check_present({"kl": 0.25}, {}, 3)  # a user's loss
-    check_present({"kl": 0.25}, {3: 0.25}, 3)
+    check_present(0.25, {3: 0.25}, 3)
     for measured in ({2: 0.25}, {3: 0.5}):
         with pytest.raises(CheckFailed, match="the loss gets kl=0.25, an estimate that was not computed"):
-            check_present({"kl": 0.25}, measured, 3)
+            check_present(0.25, measured, 3)
 
 
 def test_few_samples_are_not_all_the_first_of_their_groups():
