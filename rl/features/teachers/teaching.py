@@ -137,8 +137,10 @@ class Teaching:
         last = model.chunks[-1]
         kept = last.real_vocab_size
         last.real_vocab_size = min(vocab_size or kept, kept)
-        second.take(read, plan)
-        last.real_vocab_size = kept
+        try:
+            second.take(read, plan)
+        finally:
+            last.real_vocab_size = kept
         return second
 
     def _check_targets(
