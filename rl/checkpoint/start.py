@@ -130,17 +130,19 @@ def check_complete(models: Mapping[str, TrainingEngine]) -> None:
 
     The parts are the weights and what the optimizer keeps for them. Collective over the world.
     """
-    mine, sizes = Counter[str](), dict[str, int]()
+    mine, sizes, zeros = Counter[str](), dict[str, int](), dict[str, int]()
     for name, model in models.items():
-        sizes |= {f"{name}/{hf}": math.prod(shape) for hf, shape in describe(model)["tensors"].items()}
+        shapes = describe(model)["tensors"]
+        sizes |= {f"{name}/{hf}": math.prod(shape) for hf, shape in shapes.items()}
+        zeros |= {f"{name}/{WEIGHT}/{hf}": 0 for hf in shapes}  # equal on all ranks, so not sent
         mains = [] if model.optimizer is None else [*main_weights(model.optimizer)]
         parts = {p: [MASTER] * (main.dtype is not p.dtype) + [*state] for p, main, state in mains}
         for weight, parameter in model.learned_map.local():
-            names = {WEIGHT, *parts.get(parameter, ())} - {"step"}
+            names = {*parts.get(parameter, ())} - {"step"}
             mine.update({f"{name}/{part}/{hf}": 0 for part in names for hf in weight.hf})
         for shard in model_shards(name, model):
             mine[shard.name] += shard.tensor.numel()
-    for key, number in summed(mine).items():
+    for key, number in (zeros | summed(mine)).items():
         name, part, hf = key.split("/", 2)
         if number != sizes[f"{name}/{hf}"]:
             raise WronglySaved(
@@ -149,12 +151,15 @@ def check_complete(models: Mapping[str, TrainingEngine]) -> None:
 
 
 def check_controllers(state: Mapping[str, Any], parts: Iterable[Any]) -> None:
-    """Raise WronglySaved unless a checkpoint's state has all controllers as they are. parts: the phases."""
-    for own in [own for part in parts for own in getattr(part, "__dict__", {}).values()]:
+    """Raise WronglySaved unless a checkpoint's state has each controller as it is. parts: the phases."""
+    saved = [value for value in state.values() if isinstance(value, dict)]
+    everything = {id(own): own for part in parts for own in getattr(part, "__dict__", {}).values()}
+    for own in everything.values():
         if hasattr(own, "update") and hasattr(own, "state_dict"):
             present = {key: getattr(own, key, value) for key, value in own.state_dict().items()}
-            if present not in state.values():
+            if present not in saved:
                 raise WronglySaved(f"a checkpoint would lack {present} of {type(own).__name__}.")
+            saved.remove(present)  # an equal state of another controller must be there too
 
 
 def check_restored(source: str, saved: Mapping[str, Any], restored: Mapping[str, Any]) -> None:

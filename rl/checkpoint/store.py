@@ -51,6 +51,7 @@ from rl.checkpoint.shards import (
     write_shards,
 )
 from rl.checkpoint.snapshot import Snapshot
+from rl.checkpoint.start import check_complete
 from rl.config.options import ConfigError, to_yaml
 from rl.config.schema import Config
 from rl.faults.agreement import fail_together
@@ -112,11 +113,12 @@ class CheckpointStore:
 
         state: plain data and arrays of one dimension. metrics: metrics of the step. Both are identical on all
         ranks. Raises ConfigError on every rank if the checkpoint cannot be written; the incomplete checkpoint
-        is removed and older checkpoints stay.
+        is removed and older checkpoints stay. Raises WronglySaved on every rank if it would lack a number.
         """
         self.finish()
         if step == self._last_step:
             return
+        check_complete(models)
         of_models = itertools.chain.from_iterable(model_shards(*item) for item in models.items())
         arrays = array_shards(state) if dist.get_rank() == 0 else ()
         shards = in_file_order([*rng_shards(dist.get_rank()), *of_models, *arrays])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl.checkpoint.hf import export_hf
 from rl.checkpoint.rng import reseed_rng
-from rl.checkpoint.start import Start, check_complete, check_controllers, check_loaded, check_restored
+from rl.checkpoint.start import Start, check_controllers, check_loaded, check_restored
 from rl.checkpoint.store import CheckpointStore, Saved
 from rl.checks.model_files import check_function, wrong_export
 from rl.config.needs import learns
@@ -154,7 +154,6 @@ class RunCheckpoints:
         Models, `state` and `metrics` must be from the end of the step.
         """
         with self._phases.saving():
-            check_complete(self._phases.engines.learning)
             self._store.save(step, self._phases.engines.learning, state, metrics)
         self._note_complete()
 

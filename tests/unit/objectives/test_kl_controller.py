@@ -1,7 +1,11 @@
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from rl.checkpoint.start import WronglySaved, check_controllers
+from rl.objectives.entropy_controller import EntropyController
 from rl.objectives.kl_controller import AdaptiveKL, FixedKL
 from tests.each import each
 
@@ -70,3 +74,13 @@ def test_horizon_that_could_turn_the_weight_negative_is_refused():
     assert controller.coef > 0
     with pytest.raises(ValueError, match="horizon"):
         controller.update(0.0, 500)
+
+
+def test_a_checkpoint_has_each_controller_even_if_two_are_equal():
+    entropy = EntropyController(0.1, target=1.0, delta=0.1, low=0.0, high=1.0)
+    adaptive = AdaptiveKL(0.1, target=6.0, horizon=1000)
+    phases = [SimpleNamespace(own=adaptive), SimpleNamespace(own=entropy, other=adaptive)]
+    state = {"order": np.arange(3), "kl_controller": {"coef": 0.1}}
+    with pytest.raises(WronglySaved, match="would lack {'coef': 0.1} of EntropyController"):
+        check_controllers(state, phases)
+    check_controllers(state | {"entropy_control": {"coef": 0.1}}, phases)
