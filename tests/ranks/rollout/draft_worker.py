@@ -88,13 +88,13 @@ def main(path: str, other: str, tp: int, num_samples: int) -> None:
             if not is_head:
                 assert metrics["perf/draft_acceptance/1"] > 0.99, metrics
                 assert metrics["perf/draft_tokens_per_step"] > 3.9
-        same.parts[-1].check(same, PROMPTS[0])  # raises nothing
+        same.parts[-1].check(same, PROMPTS[0], num_samples)  # raises nothing
         same.parts = [part for part in same.parts if not isinstance(part, Masks)]
         same.runner.sampler.masks = None  # they are stored by position
         DraftedSampler._rows, rows = one_number_per_step, DraftedSampler._rows
         try:
             same.parts[-1]._is_checked = False
-            same.parts[-1].check(same, PROMPTS[0])
+            same.parts[-1].check(same, PROMPTS[0], num_samples)
             raise AssertionError("the check did not find the wrong distribution")
         except WrongDistribution as error:
             print(error)
