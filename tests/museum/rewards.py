@@ -306,7 +306,7 @@ def conversations_in_the_order_of_the_ranks(bug: Bug, gather, mine):
 @caught_by(SCORES, r"CheckFailed: score check: sample \d+ .* has the acc .*, but its reward functions gave")
 @replaces("rl.rewards.mixture._combine")
 def accuracy_of_the_last_function(bug: Bug, combine, *args):
-    """Of several functions the last one overwrote what the first had set."""
+    """The last of several functions overwrote the value of the first."""
     found = combine(*args)
     last = [value for name, value in found.values.items() if name.endswith("/acc")][-1]
     return replace(found, values=found.values | {"acc": last})
