@@ -61,9 +61,9 @@ READ_WITH = [
     ),
     (
         "scoring",
-        "reward.function reward.kwargs reward.failure_score reward.sources reward.in_process reward.workers "
-        "reward.variables reward.timeout_s reward.memory_mib reward.keep_special_tokens reward.model.path "
-        "reward.judge.path",
+        "reward.function reward.kwargs reward.failure_score reward.max_failed_share reward.sources "
+        "reward.in_process reward.workers reward.variables reward.timeout_s reward.memory_mib "
+        "reward.keep_special_tokens reward.model.path reward.judge.path",
         VALIDATE,
     ),
     (

@@ -55,6 +55,9 @@ class Reward:
     failure_score: Annotated[float, FINITE] = 0.0
     """Score of a sample if its reward function raised, hung or died (`reward/failures` counts these samples),
     and of a failed trajectory with `agents.on_failure` zero."""
+    max_failed_share: Annotated[float, PROBABILITY] = 0.9
+    """The run ends if the scoring of a larger share of the last 64 or more training samples failed: it would
+    learn from `reward.failure_score`. 1: never."""
     sources: dict[str, Any] = field(default_factory=dict)
     """Other reward functions by `data_source`: a list of {function, weight, kwargs}; the score is their
     weighted sum."""

@@ -41,6 +41,8 @@ from rl.workers.messages import place_of, sentence_of, shown
 
 Response = tuple[Prompt, str, Messages]
 """A prompt, the text of a response to it, and the conversation of a trajectory, empty for one turn."""
+ENOUGH = 64
+"""Smallest number of samples whose share of failures is compared with `reward.max_failed_share`."""
 
 
 class Scorer:
@@ -65,6 +67,8 @@ class Scorer:
         """Kinds of batches that had at least one score: False for training, True for validation."""
         self.num_scored = self.num_failed = 0
         """Samples of all batches so far that a function, a model or a judge scored, and failures of them."""
+        self.recent: list[Tensor] = []
+        """What failed in the last training batches, until they have ENOUGH samples for `max_failed_share`."""
 
     @property
     def has_models(self) -> bool:
@@ -145,25 +149,40 @@ class Scorer:
 
     def _count_failures(self, failed: Tensor, is_validation: bool) -> None:
         """Count failures. Raise ConfigError if every call of the first batch failed, because all scores would
-        be equal.
+        be equal, or later more of them than `reward.max_failed_share`.
 
         failed: bool, one element per sample that a function, a model or a judge scored. Collective over the
         world.
         """
         self.num_scored += len(failed)
         self.num_failed += int(failed.sum())
-        if not len(failed) or is_validation in self.succeeded:
+        if not len(failed):
             return
-        if failed.all():
-            causes = gather_objects(self.first_cause)
-            cause = next(filter(None, causes), "the reward model or the sum is not finite")
-            name, cause = "the reward" if self.has_models else self.pool.name, cause.rstrip(".")
-            raise ConfigError(
-                f"{name} failed for all {len(failed)} samples of the first batch; first cause: {cause}; "
-                "correct it (run.mode=score_only tries a function on stored samples, and "
-                "reward.in_process=true calls it in the rank, where a debugger can stop)."
-            )
+        if is_validation not in self.succeeded and failed.all():
+            raise self._too_many_failures(f"all {len(failed)} samples of the first batch", "")
         self.succeeded.add(is_validation)
+        if is_validation:
+            return
+        self.recent.append(failed)
+        recent, limit = torch.cat(self.recent), self.config.max_failed_share
+        if len(recent) < ENOUGH:
+            return
+        self.recent = []
+        if (num_failed := int(recent.sum())) > limit * len(recent):
+            raise self._too_many_failures(
+                f"{num_failed} of the last {len(recent)} samples",
+                f", more than reward.max_failed_share={limit:g} of them",
+            )
+
+    def _too_many_failures(self, which: str, limit: str) -> ConfigError:
+        """Return an error that names the first cause on any rank. Collective over the world."""
+        causes = gather_objects(self.first_cause)
+        cause = next(filter(None, causes), "the reward model or the sum is not finite").rstrip(".")
+        return ConfigError(
+            f"{'the reward' if self.has_models else self.pool.name} failed for {which}{limit}; first cause: "
+            f"{cause}; correct it (run.mode=score_only tries a function on stored samples, and "
+            "reward.in_process=true calls it in the rank, where a debugger can stop)."
+        )
 
     def _responses(self, batch: Batch, samples: list[int]) -> list[Response]:
         texts = decode_responses([batch.last_turn(i) for i in samples], self.tokenizer, self.kept)

@@ -63,6 +63,7 @@ SCORING = {
     "function": "own:score",
     "kwargs": "{a: 1}",
     "failure_score": -1.0,
+    "max_failed_share": 0.5,
     "sources": "{a: {function: 'own:score'}}",
     "in_process": "true",
     "workers": 3,

@@ -76,7 +76,7 @@ class Judge:
         self.scorer.config, self.scorer.seed, self.scorer.device = config.reward, 0, None
         self.scorer.tokenizers, self.scorer.parse_grade = {"judge": tokenizer}, lambda text: next(self.grades)
         self.scorer.first_cause, self.scorer.succeeded = "", set()
-        self.scorer.num_scored = self.scorer.num_failed = 0
+        self.scorer.num_scored, self.scorer.num_failed, self.scorer.recent = 0, 0, []
         self.scorer.model, self.scorer.judge = None, None
         self.scorer.pool = SimpleNamespace(name="reward.function=own.py:score")
         answers = SimpleNamespace(response_ids=[np.array([1], np.int32)] * len(grades))
@@ -110,9 +110,19 @@ def test_a_first_batch_of_failures_ends_the_run(monkeypatch):
         ):
             scorer._count_failures(every, is_validation)
     scorer._count_failures(one, False)
-    scorer._count_failures(every, False)  # later failures are counted, and do not end the run
+    scorer._count_failures(every, False)  # so few later failures are counted, and do not end the run
     with pytest.raises(ConfigError):
         scorer._count_failures(every, True)
+
+
+def test_more_failures_than_the_largest_share_end_the_run(monkeypatch):
+    scorer = Judge(monkeypatch, []).scorer
+    scorer.first_cause = "OSError: no such host"
+    scorer._count_failures(torch.arange(100) >= 10, False)  # 0.9 of them
+    scorer._count_failures(torch.arange(63) >= 6, False)  # too few
+    scorer._count_failures(torch.arange(1000) > 0, True)  # a validation, whose scores train nothing
+    with pytest.raises(ConfigError, match="58 of the last 64 samples, more than .*share=0.9 .*no such host"):
+        scorer._count_failures(torch.tensor([True]), False)
 
 
 def test_failures_of_all_batches_make_one_warning(monkeypatch):
