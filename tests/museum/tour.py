@@ -10,10 +10,11 @@ from pathlib import Path
 
 import yaml
 
+from tests.museum.images import SQUARES
 from tests.museum.lines import raised_in
 from tests.museum.museum import Exhibit
 from tests.spawn import ROOT, RanksFailed, run_ranks
-from tests.toy import FROM_DATA, TRAIN
+from tests.toy import FROM_DATA, SFT, TRAIN, UNSCORED
 
 RANK = Path(__file__).parent / "rank.py"
 LAST_LINE = re.compile(r"^error.*$", re.MULTILINE)
@@ -51,6 +52,8 @@ CHAT_SIZES = ("data.max_prompt_tokens", "training.micro_batch_tokens")
 """Keys whose values are multiplied by CHAT_FACTOR for a pretrained model, because its chat template adds a
 system message."""
 CHAT_FACTOR = 4
+FILES = {"dpo": "pairs", "kto": "labels"}
+"""Algorithm -> file of the toy task that it reads instead of train.parquet."""
 SAVE_TOY = """
 import sys
 from pathlib import Path
@@ -87,6 +90,8 @@ ENVIRONMENTS = (
 ROLES = ("roles.train=0-0", "roles.rollout=1-1", "roles.lag=1", "rollout_correction.truncate_tokens=2.0")
 BESIDE = ("adapter.kind=rslora", "adapter.in_engine=adapter", "adapter.rank=4")
 BF16 = "model.dtype=bfloat16"
+BY_CLASS = "training.backend=transformers"
+TEACHER = ("teacher.path=POLICY", "teacher.top_k=4", "rollout.temperature=0.7", *UNSCORED)
 CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "grpo, dp 2": (2, "qwen2", ()),
     "grpo, tp 2, two epochs": (2, "qwen2", ("training.tp=2", "rollout.tp=2", "training.epochs=2")),
@@ -121,6 +126,19 @@ CLEAN: dict[str, tuple[int, str, tuple[str, ...]]] = {
         ("rollout.draft.method=mtp", "training.mtp.head_lr=1e-3", "training.pp=2", BF16),
     ),
     "roles, bfloat16": (2, "qwen2", (*ROLES, "roles.granularity=group", BF16)),
+    "context parallel ranks": (2, "llama", ("training.cp=2", "training.prompts_per_minibatch=2")),
+    "pipeline of experts, bfloat16": (2, "qwen3-moe", ("training.pp=2", BF16)),
+    "class of transformers": (2, "qwen2", (BY_CLASS, "training.shard=2", "objective.kl_coef=0.01")),
+    "class of transformers, adapters, bfloat16": (1, "llama", (BY_CLASS, "adapter.kind=lora", BF16)),
+    "sft, bfloat16": (2, "qwen2", (*SFT, BF16)),
+    "kto": (2, "qwen2", ("algorithm=kto", "training.prompts_per_minibatch=0", *FROM_DATA)),
+    "distillation, bfloat16": (2, "qwen2", ("algorithm=distill", *TEACHER, "training.tp=2", BF16)),
+    "prime": (1, "qwen2", ("algorithm=prime",)),
+    "remax, gspo, bfloat16": (2, "qwen2", ("algorithm=remax", "objective.loss=gspo", BF16)),
+    "images, bfloat16": (2, "qwen2.5-vl", (*SQUARES, BF16)),
+    "engine in FP8": (1, "qwen2-blocks", ("rollout.quantization=fp8", BF16)),
+    "sweep": (1, "qwen2", (*BESIDE, "sweep.adapters=[{}, {training.optimizer.lr: 2e-3}]")),
+    "delta nets, bfloat16": (1, "qwen3-next", (BF16,)),
 }
 """Name -> number of ranks, model and overrides. Each run stops half-way and resumes."""
 ALL_CHECKS = ("agreement.weights_every=1", "refit.check_every=1")
@@ -212,7 +230,8 @@ class Museum:
             arguments.append(f"checkpoint.every={steps}")
             said = run_ranks(ranks, TRAIN, *arguments, timeout=7200, with_stderr=True)
             warnings += (line for text in said for line in WARNING.findall(text))
-        num_steps = len((run / "metrics.jsonl").read_text().splitlines())
+        logs = run.rglob("metrics.jsonl")  # of each point of a sweep
+        num_steps = min(len(log.read_text().splitlines()) for log in logs)
         shutil.rmtree(run)  # a pretrained model's checkpoint is large
         return num_steps, warnings
 
@@ -220,8 +239,8 @@ class Museum:
         """Return the arguments of train_rl.py for a run of a model, with overrides."""
         toy = self._made("toy", SAVE_TOY)
         raw = yaml.safe_load(CONFIG.replace("TOY", str(toy)))
-        file = "pairs" if "algorithm=dpo" in overrides else "train"
-        raw["data"]["train"] = [str(toy / f"{file}.parquet")]
+        files = [file for algorithm, file in FILES.items() if f"algorithm={algorithm}" in overrides]
+        raw["data"]["train"] = [str(toy / f"{(*files, 'train')[0]}.parquet")]
         if self.pretrained and model in DENSE:
             path = self.pretrained
             raw["training"]["optimizer"]["lr"] = 1e-5
