@@ -53,10 +53,9 @@ class RunLock:
         """Take the directory's lock; replace a stale one.
 
         silent_s: seconds without a heartbeat after which a run on another host counts as ended, if Slurm
-            gives
-        no answer. watch_s: seconds for which the heartbeat is then watched and must not change. This is
-        needed because the dates of files may come from a host with a wrong clock. Raises ValueError, which
-        names host, pid and job, if a live run holds the lock.
+        gives no answer. watch_s: seconds for which the heartbeat is then watched and must not change, because
+        the dates of files may come from a host with a wrong clock. Raises ValueError, which names host, pid
+        and job, if a live run holds the lock.
         """
         path, token = directory / FILE_NAME, uuid.uuid4().hex
         mine = path.with_name(f"{FILE_NAME}.{token}")

@@ -66,8 +66,7 @@ def sequence_weights(
     """Return truncated importance weights per sample, [T].
 
     Each unmasked token of a sample has the weight min(product of w over the sample, upper); masked positions
-    have
-    0. Only the truncation adds a bias. The variance grows with the length of the sample.
+    have 0. Only the truncation adds a bias. The variance grows with the length of the sample.
 
     Raises:
         ValueError: upper is not positive.

@@ -10,8 +10,7 @@ With `agents.order=arrival`, an answer is used before the next engine step that 
 next turns then begin together, in the order of their names, so that the result does not depend on timing.
 
 An agent that runs by itself (`run`) asks for its turns through the endpoint. Such an agent takes the place of
-the
-environment: it receives the completion of a turn, and then either requests the next turn or ends.
+the environment: it receives the completion of a turn, and then either requests the next turn or ends.
 
 A trajectory that did not finish may continue in a later call. It keeps its session (`session.Session`) if the
 same replica continues it and the process of the environment still runs. Otherwise it is executed again from
