@@ -2,7 +2,8 @@
 
 A weight w is changed to w + h s and to w - h s. The difference of the two mean log-probs must be the one that
 the gradient of w gives. A second difference, with h / 2, has a quarter of the error, so the distance between
-the two differences is tolerated. Errors of all layers reach the norms of a first layer (in a model with
+the two differences is tolerated; along random signs, where steps are large, a third one, with h / 4, must
+differ, too. Errors of all layers reach the norms of a first layer (in a model with
 adapters B, or DoRA's magnitudes).
 
 The signs s are those of the gradient, along which a factor shows even in bfloat16, or random, which shows a
@@ -187,11 +188,18 @@ class SlopeCheck:
                         means.append(mean_output())
                 return (means[0] - means[1]) / 2 / half, list(zip(*ends))
 
-            fine, ends = change(0.5)
-            terms = [move.share * ((up - down) * move.gradient).sum() for move, (up, down) in zip(own, ends)]
-            slope = Slope(names, along, fine, fine, self._summed([sum(terms)])[0], error)
+            def measured(half: float, coarse: float | None = None) -> Slope:
+                fine, ends = change(half)
+                terms = [move.share * ((u - d) * move.gradient).sum() for move, (u, d) in zip(own, ends)]
+                expected = self._summed([sum(terms)])[0] / 2 / half
+                coarse = fine if coarse is None else coarse
+                return Slope(names, along, coarse, fine, expected, error / 2 / half)
+
+            slope = measured(0.5)
             if along == RANDOM or self._is_wrong([slope]):  # curvature may explain it
                 slope = slope._replace(coarse=change(1.0)[0])
+            if along == RANDOM and self._is_wrong([slope]):  # two large steps may bend in the same way
+                slope = measured(0.25, slope.fine)
             return slope
 
         for direction in self._left[:number]:
