@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     fits = False
     try:
         config = load_config(arguments.config, arguments.overrides)
-        check(config)
+        for warning in check(config):
+            print(f"warning: {warning}", file=sys.stderr)
         for gpu in arguments.gpu or ["h100"]:
             hardware = Hardware(ranks_per_node=min(arguments.gpus_per_node, arguments.gpus), **GPUS[gpu])
             known = {
@@ -84,6 +85,7 @@ def start_of(
     except ConfigError as error:
         if (best := best_layout(config, gpus, hardware, models)) is None:
             raise error
+        print(f"warning: another layout is used, because the config's cannot run: {error}", file=sys.stderr)
         values = best[0]
         new = with_values(config, values)
         return values, estimate(new, gpus, hardware, models=models, plan=False, **known)

@@ -124,11 +124,14 @@ def changed(before: Estimate, config: Config, world_size: int) -> Estimate:
     """Return the estimate for another config of the same models, without planning the refit.
 
     It has no seconds if the config does not fit, because they take longer to estimate than memory. The refit
-    keeps its connections. Raises as `estimate`.
+    keeps its connections and seconds. Raises as `estimate`.
     """
     lengths, points = before.lengths, before.points
     found = _estimate(config, world_size, before.hardware, before.models, [], lengths, False, points, False)
-    return replace(found, memory=replace(found.memory, connections=before.memory.connections))
+    memory, seconds = replace(found.memory, connections=before.memory.connections), dict(found.seconds)
+    if seconds and "update_weights" in before.seconds:
+        seconds["update_weights"] = before.seconds["update_weights"]
+    return replace(found, memory=memory, seconds=seconds)
 
 
 def planned(before: Estimate) -> Estimate:

@@ -34,8 +34,7 @@ def verdict(estimate: Estimate, change: Change | None) -> str:
         return f"FITS, with {(estimate.hardware.memory - peak) / GIB:.1f} GiB to spare"
     advice = "none of the changes tried fits; use more GPUs, or GPUs with more memory"
     if change is not None:
-        before = estimate.step_seconds - estimate.seconds.get("update_weights", 0.0)
-        seconds = change.estimate.step_seconds - before
+        seconds = change.estimate.step_seconds - estimate.step_seconds
         advice = f"cheapest change that fits: {change.words(estimate)}"
         if estimate.hardware.has_speeds:
             advice += f"  ({seconds:+.0f} s per step)"

@@ -431,8 +431,9 @@ class TestCommand:
 def test_a_plan_starts_from_another_layout_if_the_own_one_cannot_run(capsys):
     config = str(CONFIGS / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml")
     assert plan(["--gpus", "6", config, "training.tp=4"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
     assert "   training.tp=1" in out and "rollout.tp" not in out  # the config has rollout.tp=1 already
+    assert err.startswith("warning: another layout is used, because the config's cannot run: ")
     assert plan(["--gpus", "3", config, "training.tp=2"]) == 0
     assert "training.tp=1 training.pp=3" in capsys.readouterr().out  # 7B needs its layers on three GPUs
     assert plan(["--gpus", "1", config]) == 2

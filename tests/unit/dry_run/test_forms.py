@@ -87,6 +87,13 @@ def test_the_simplest_form_close_to_the_fastest_is_used():
     assert best([slow, StepForm({"a": 1}, 95), StepForm({"b": 1}, 93)]) is slow
 
 
+def test_a_synchronous_form_takes_the_seconds_of_the_step():
+    config = load_config(str(CONFIGS / "qwen2.5-7b_gsm8k_grpo_8gpu.yaml"), ("training.tp=4",))
+    before = estimate(config, 8, Hardware(nvlink_gb_s=1.0), plan=True)
+    assert before.seconds["update_weights"] > 1
+    assert forms(before, sigma=before.lengths.sigma)[0].seconds == before.step_seconds
+
+
 def test_every_form_that_is_shown_is_a_config_that_fits(monkeypatch):
     before = found("qwen2.5-32b_dapo_aime_16x8", 128)
     options = argparse.Namespace(sigma_response_tokens=0.7, generation_seconds=0.0, rest_seconds=0.0)
