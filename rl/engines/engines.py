@@ -153,14 +153,10 @@ def build_engines(
         engines.offload(weights=away == "all")
     start_up.mark("trainer")
     if generate and needs_engine(config) and not config.roles.is_on:
-        engines.generating["policy"] = build_rollout(config, device, adapters=adapters)
-    frozen = frozen_engines(config) if generate else {}
-    if frozen and engines.rollout is not None:
-        engines.rollout.sleep()
-    for name, options in frozen.items():
+        engines.generating["policy"] = rollout = build_rollout(config, device, adapters=adapters)
+        rollout.sleep()  # vLLM has filled the whole cache with zeros
+    for name, options in (frozen_engines(config) if generate else {}).items():
         engines.generating[name] = build_frozen(config, device, name, *options)
-    if away != "none" and engines.rollout is not None and engines.rollout.awake:
-        engines.rollout.sleep()
     engines.reload()
     start_up.mark("engine")
     return engines

@@ -105,8 +105,7 @@ class JointGeneration:
         found: dict[int, Batch | None] = {}
         for some in by_sampling.values():
             found |= self._generate(some)
-        if self._offload != "none" or self._engines[0].generating.keys() != {"policy"}:
-            self._engine.sleep()
+        self._engine.sleep()
         for engines in self._engines:
             engines.reload()
         return found
