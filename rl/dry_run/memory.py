@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from rl.config.adapter import Adapter
+from rl.config.draft import Draft
 from rl.config.features import CLASS, is_on
 from rl.config.needs import needs_engine, validates
 from rl.config.schema import Config, Optimizer
@@ -26,6 +28,7 @@ from rl.dry_run.parameters import (
 )
 from rl.dry_run.rows import longest_sequence, sequences_per_prompt, with_actual_rows
 from rl.dry_run.shape import DRAFTERS, ModelShape
+from rl.faults.process import TRIM_GROWTH
 from rl.models.adapters import adapters as adapters_of
 from rl.models.fp8_blocks import REFIT_GROUPS, quantised_weights
 from rl.models.layout import FP8_BLOCK
@@ -49,6 +52,8 @@ class State:
     """Optimizer state in host memory all the time."""
     returned: int = 0
     """Master weights of it that are on the GPU while the model is updated."""
+    moments: int = 0
+    """Bytes of `optimizer` that the first update allocates."""
 
     @property
     def total(self) -> int:
@@ -90,7 +95,7 @@ class EngineMemory:
     states: float = 0.0
     """Recurrent states of the samples that run at once."""
     unused: float = 0.0
-    """Bytes of the cache for which a CPU has no memory, because no step's generation writes them."""
+    """Bytes of the cache that no step writes; on CPUs they take no memory after the start."""
 
     @property
     def cache(self) -> float:
@@ -107,8 +112,9 @@ class MemoryEstimate:
 
     stages: list[StageMemory]
     engine: EngineMemory | None
-    judge: float
-    """Bytes of the judge, in all phases."""
+    frozen: Mapping[str, EngineMemory]
+    """Engines with fixed weights by name, of a judge and of a teacher that responds. Their budgets are taken
+    in all phases, on CPUs only their weights; one generates while the policy's engine sleeps."""
     refit_buffers: float
     connections: float
     """NCCL's buffers for a refit's messages, in bytes, in all phases."""
@@ -160,16 +166,25 @@ class MemoryEstimate:
     def at(self, phase: str, stage: StageMemory) -> float:
         """Return the bytes on a rank of the stage in a phase."""
         states = sum(self.stays(phase, state).total for state in stage.states.values())
-        stays = states + self.judge + self.connections + self.in_communicators + self.hardware.reserve
+        stays = states + self.connections + self.in_communicators + self.hardware.reserve
+        stays += sum(map(self.of_frozen, self.frozen.values()))
         if self.hardware.is_cpu:
             stays += self.away + self.reference + self.optimizer_in_host + self.idle_engine(phase)
         if phase == "training" or self.engine is None:
             returned = max(state.returned for state in stage.states.values())
-            return stays + max(stage.activations + stage.head, returned)
+            generating = (own.budget - own.unused - self.of_frozen(own) for own in self.frozen.values())
+            return stays + max(stage.activations + stage.head, returned, *generating)
         if phase == "refit":
             weights = 0 if self.is_split else self.engine.weights + self.engine.staged
             return stays + weights + self.refit_buffers
-        return stays + self.engine.budget - self.engine.unused
+        # At its start vLLM fills the whole cache with zeros, but has no workspace yet, and Adam no moments.
+        moments = sum(self.stays(phase, state).moments for state in stage.states.values())
+        at_start = self.engine.weights + self.engine.cache - moments
+        return stays + max(self.engine.budget - self.engine.unused, at_start)
+
+    def of_frozen(self, engine: EngineMemory) -> float:
+        """Return the bytes that an engine with fixed weights takes in all phases."""
+        return engine.weights if self.hardware.is_cpu else engine.budget
 
     def idle_engine(self, phase: str) -> int:
         """Return the bytes of the engine's weights while the rank trains; 0 on a GPU, which discards them."""
@@ -187,13 +202,15 @@ class MemoryEstimate:
                     f"{phase} needs {_gib(total)} GiB on stage {stage}, {_gib(total - available)} GiB more "
                     f"than the {self.hardware.memory_gib:g} GiB of {owner}"
                 )
-        if self.engine is not None and self.engine.cache_tokens < self.engine.max_tokens:
-            out.append(
-                f"the engine's share of {_gib(self.engine.budget)} GiB leaves "
-                f"{_gib(max(0, self.engine.cache))} GiB for the KV cache, {self.engine.cache_tokens} "
-                f"tokens, but one sequence may have {self.engine.max_tokens} tokens"
-                f"{'; raise rollout.cpu_kv_cache_mib' if self.hardware.is_cpu else ''}"
-            )
+        engines = {} if self.engine is None else {"engine": self.engine}
+        for name, engine in (engines | dict(self.frozen)).items():
+            if engine.cache_tokens < engine.max_tokens:
+                out.append(
+                    f"the {name}'s share of {_gib(engine.budget)} GiB leaves "
+                    f"{_gib(max(0, engine.cache))} GiB for the KV cache, {engine.cache_tokens} "
+                    f"tokens, but one sequence may have {engine.max_tokens} tokens"
+                    f"{'; raise rollout.cpu_kv_cache_mib' if self.hardware.is_cpu else ''}"
+                )
         return out
 
 
@@ -224,6 +241,7 @@ def estimate_memory(
         if model.adapters and config.adapter.base == "fp8"
     }
     head = models.get("mtp")
+    engine = engine_memory(config, layout, models, hardware, points=points) if needs_engine(config) else None
     stages = []
     for stage in range(layout.pp):
         states = {
@@ -247,6 +265,10 @@ def estimate_memory(
         # One model computes at a time, so the largest counts.
         passes = [passes_of(config, layout, model, stage, hardware, head) for model in learning]
         work = max(passes, key=lambda own: own.peak, default=Passes())  # or nothing learns
+        if hardware.is_cpu and engine is not None and not layout.is_split:  # freed, but not returned
+            held = sum(state.total for state in states.values()) + engine.weights + hardware.reserve
+            left = min(engine.workspace, (TRIM_GROWTH - 1) * held)
+            work = replace(work, retained=max(work.retained, left - work.kept))
         if hardware.is_cpu:  # gloo reduces a copy of the gradients, beside what glibc holds of the passes
             copied = max(state.gradients for state in states.values())
             kept = max(work.working, work.head - work.returned)
@@ -257,8 +279,6 @@ def estimate_memory(
         for name, model in on_grid.items()
         if model.run.keeps_reference
     ]
-    judge = models["judge"] if "judge" in models else None
-    engine = engine_memory(config, layout, models, hardware, points=points) if needs_engine(config) else None
     buffers = config.refit.buffer_mib << 20
     if engine is not None and config.rollout.quantization == "none":  # a rank sends and receives no more
         held = max(sum(state.weights for state in stage.states.values()) for stage in stages)
@@ -267,7 +287,7 @@ def estimate_memory(
     return MemoryEstimate(
         stages,
         engine,
-        judge=hardware.memory * config.reward.judge.gpu_memory_utilization if judge else 0.0,
+        frozen=frozen_memory(config, layout, models, hardware),
         refit_buffers=buffers,
         connections=0,
         communicators=0 if hardware.is_cpu else num_communicators(config, layout, models),
@@ -340,6 +360,7 @@ def model_state(
             points * (own.optimizer + 8 * lengths // layout.dp),
             points * own.in_host,
             own.returned,
+            points * own.moments,
         )
     if adam is None:
         return State(itemsize * (count.parameters + frozen) + 4 * count.buffers)
@@ -349,7 +370,8 @@ def model_state(
     experts = buffer_elements(count.experts, layout.expert_dp)
     master = 0 if itemsize == 4 else 4
     sharded = shared // layout.sharded_over + experts // layout.expert_dp
-    optimizer = (master + 2 * ITEMSIZE[adam.moments]) * sharded
+    moments = 2 * ITEMSIZE[adam.moments] * sharded
+    optimizer = master * sharded + moments
     in_host = round(adam.host_share * optimizer)
     return State(
         itemsize * (shared + experts + frozen) + 4 * count.buffers,
@@ -357,6 +379,7 @@ def model_state(
         optimizer - in_host,
         in_host,
         round(adam.host_share * master * sharded),
+        moments - round(adam.host_share * moments),
     )
 
 
@@ -380,12 +403,13 @@ def engine_memory(
     width /= layout.rollout_sharing
     if model.num_experts:
         width += model.experts_per_token * 2 * hidden
-    generated = step_samples(config, layout) if points == 1 else math.inf
+    generated = points * step_samples(config, layout)
     samples, step_tokens = float(rollout.max_concurrent_samples), float(BATCHED_TOKENS)
     if hardware.is_cpu:  # it allocates for the samples that it has
         samples = min(samples, generated)
         step_tokens = min(BATCHED_TOKENS_ON_CPU * rollout.tp, generated * longest_sequence(config))
-    sampler = 3 * 4 * samples * vocab
+    rows = 1 + rollout.draft.tokens if rollout.draft.is_on else 1
+    sampler = 3 * 4 * samples * rows * vocab
     in_fp8 = count_engine(parts_in_fp8(config, model), placement)[0]
     saved = in_fp8 * (itemsize - 1) - 4 * in_fp8 // FP8_BLOCK**2
     cached = [model.cache_elements(rollout.tp)]
@@ -401,9 +425,7 @@ def engine_memory(
         packed = count_engine(linear_parts(model), placement)[0] + head_rows(rollout.tp, model) * hidden
         workspace, cache = workspace + itemsize * packed, rollout.cpu_kv_cache_mib << 20
         budget = weights + workspace + states + cache
-        written = itemsize * sum(cached) * generated * longest_sequence(config)
-        # At its start vLLM fills the whole cache with zeros, but has no workspace yet.
-        unused = min(max(0.0, cache - written), workspace + states)
+        unused = max(0.0, cache - itemsize * sum(cached) * generated * longest_sequence(config))
     return EngineMemory(
         budget,
         weights,
@@ -414,6 +436,34 @@ def engine_memory(
         states=states,
         unused=unused,
     )
+
+
+def frozen_memory(
+    config: Config, layout: Layout, models: Mapping[str, ModelShape], hardware: Hardware
+) -> dict[str, EngineMemory]:
+    """Return the memory of the engines with fixed weights, which `rl.engines.rollout_engines` builds."""
+    judge, teacher, data, found = config.reward.judge, config.teacher, config.data, {}
+
+    def add(name: str, model: ModelShape, share: float, prompt: int, response: int) -> None:
+        rollout = replace(
+            config.rollout,
+            gpu_memory_utilization=share,
+            max_response_tokens=response,
+            quantization="none",
+            draft=Draft(),
+        )
+        own = replace(
+            config, adapter=Adapter(), rollout=rollout, data=replace(data, max_prompt_tokens=prompt)
+        )
+        found[name] = engine_memory(own, layout, {"policy": model}, hardware)
+
+    if "judge" in models:
+        tokens = judge.max_prompt_tokens, judge.max_response_tokens
+        add("judge", models["judge"], judge.gpu_memory_utilization, *tokens)
+    if teacher.teacher_share and config.run.mode != "train_only":
+        tokens = data.max_prompt_tokens, config.rollout.max_response_tokens
+        add("teacher", models["teacher 1"], teacher.gpu_memory_utilization, *tokens)
+    return found
 
 
 def step_samples(config: Config, layout: Layout) -> float:

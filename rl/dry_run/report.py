@@ -163,8 +163,8 @@ def _memory(estimate: Estimate) -> str:
         rows.append(["refit: NCCL", *_gib([memory.connections] * len(phases))])
     if memory.communicators:
         rows.append(["NCCL communicators", *_gib([memory.in_communicators] * len(phases))])
-    if memory.judge:
-        rows.append(["judge", *_gib([memory.judge] * len(phases))])
+    for name, frozen in memory.frozen.items():
+        rows.append([f"{name}'s engine", *_gib([memory.of_frozen(frozen)] * len(phases))])
     rows.append(["reserve", *_gib([memory.hardware.reserve] * len(phases))])
     peaks = [memory.peak(phase) for phase in phases]
     rows.append([f"total of {memory.hardware.memory_gib:g}", *_gib([total for total, _ in peaks])])

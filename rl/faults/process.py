@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 GIB = float(1 << 30)
+TRIM_GROWTH = 1.1
+"""Freed host memory is returned to the system when resident memory has grown by this factor since the last
+return. Returning it in each step costs time: mapping the memory again caused half of the page faults of a
+small step. Never returning it costs memory: a model of 135 million parameters grew from 3.0 to 5.5 GiB per
+rank in six steps on CPUs, and 1.7 GiB of it were free."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,12 @@ class TestHost:
 
     @pytest.mark.parametrize(
         "ranks, measured, overrides",
-        [(1, 1.44, ()), (2, 1.29, ()), (2, 1.25, ("training.backend=transformers",))],
+        [
+            (1, 1.44, ()),
+            (2, 1.29, ()),
+            (2, 1.25, ("training.backend=transformers",)),
+            (1, 1.95, ("rollout.cpu_kv_cache_mib=1024",)),  # at the start, which fills the whole cache
+        ],
     )
     def test_a_small_model_has_the_measured_peak(self, tmp_path, ranks, measured, overrides):
         """The largest VmHWM in three steps on 2026-11-30, in GiB: neither the whole cache nor all of
@@ -148,6 +153,13 @@ class TestHost:
         memory = estimate(config, ranks, machine, plan=False).memory
         peak = max(memory.peak(phase)[0] for phase in ("training", "refit", "generation")) / GIB
         assert peak == pytest.approx(measured, rel=0.1)
+
+    def test_passes_find_the_freed_memory_of_generation(self, tmp_path):
+        """Measured on 2026-11-30: with recomputation the passes do not fill what the engine has freed."""
+        keys = (*COMMON, *OF_MODEL, "training.recompute=full", "rollout.cpu_kv_cache_mib=256")
+        config = self.config(tmp_path, SMOLLM2, *keys)
+        memory = estimate(config, 1, Hardware(host_memory_gib=23.0, ranks_per_node=1), plan=False).memory
+        assert memory.peak("training")[0] / GIB == pytest.approx(4.27, rel=0.05)
 
     def test_a_warning_names_the_tokens_that_fit(self, tmp_path):
         def warning(gib, tokens, hf=SMOLLM2, longest=400):
@@ -367,6 +379,27 @@ def test_a_teacher_adds_its_weights_and_its_passes():
     assert taught.memory.peak("training")[0] - alone.memory.peak("training")[0] == state.weights
     assert taught.memory.peak("generation") == alone.memory.peak("generation")
     assert taught.seconds["teacher"] > 3 * alone.seconds["update_actor"] / 6
+
+
+def test_engines_with_fixed_weights_take_their_share():
+    keys = ("algorithm=distill", "teacher.path=qwen2.5-7b")
+    alone = found(GRPO, 8, *keys).memory
+    responds = ("teacher.student_share=0.5", "teacher.teacher_share=0.5")
+    both = found(GRPO, 8, *keys, *responds).memory
+    for phase in ("training", "generation"):
+        assert both.peak(phase)[0] - alone.peak(phase)[0] == pytest.approx(0.2 * 80 * GIB)
+    one = found(GRPO, 8, *keys, *responds, "teacher.gpu_memory_utilization=0.18").memory
+    assert any(text.startswith("the teacher's share of 14.4 GiB leaves 0.0 GiB") for text in one.problems())
+
+
+def test_drafts_multiply_the_rows_of_the_sampler():
+    def workspace(*keys):
+        config = load_config(str(CONFIGS / f"{GRPO}.yaml"), ("rollout.max_concurrent_samples=64", *keys))
+        machine = Hardware(host_memory_gib=640.0, ranks_per_node=8)
+        return estimate(config, 8, machine, plan=False).memory.engine.workspace
+
+    drafts = workspace("rollout.draft.path=qwen2.5-7b", "rollout.draft.tokens=3")
+    assert drafts - workspace() == 3 * 12 * 64 * 152064
 
 
 class TestCommand:
