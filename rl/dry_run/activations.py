@@ -17,7 +17,13 @@ from rl.dry_run.hardware import Hardware
 from rl.dry_run.images import tower_bytes
 from rl.dry_run.parameters import ITEMSIZE
 from rl.dry_run.recompute import EVERYTHING, Kept, kept_and_computed_again, kept_parts
-from rl.dry_run.rows import longest_row, longest_sequence, micro_batches_in_flight, num_micro_batches
+from rl.dry_run.rows import (
+    longest_row,
+    longest_sequence,
+    micro_batches_in_flight,
+    num_micro_batches,
+    response_share,
+)
 from rl.dry_run.shape import ModelShape
 from rl.models.layout import padded_vocab, vocab_multiple
 from rl.models.placement import chunk_ranges
@@ -111,7 +117,8 @@ def passes_of(
     if stage == layout.pp - 1:
         if hardware.is_cpu and model.has_head:
             block = head_rows(layout.tp, model) * hidden * itemsize
-            returned = _head_gradient(layout, model, itemsize) if block >= LARGE else 0.0
+            one_chunk = tokens <= config.training.head_chunk(head_rows(layout.tp, model))
+            returned = _head_gradient(layout, model, itemsize, one_chunk) if block >= LARGE else 0.0
         head = _head(config, layout, model, tokens, itemsize, is_cpu=hardware.is_cpu)
         if predictor is not None and predictor.run.learns and model.run.name == "policy":
             head = max(head, _prediction(config, layout, predictor, tokens, imbalance, itemsize))
@@ -238,17 +245,18 @@ def _head(
     """Return the bytes of the head's computation on the last stage.
 
     These are the hidden states of all tokens, gathered and selected, and their gradient. Log-probs add a
-    chunk's logits and the gradient of the head's weights, unless they are frozen, which is summed over chunks
-    in float32.
+    chunk's logits and the gradient of the head's weights, unless they are frozen. On CPUs, whose rows are
+    small, only responses have logits.
     """
     hidden = model.hf["hidden_size"]
     states = 3 * hidden * tokens * itemsize
     if not model.has_head:
         return states
     rows = head_rows(layout.tp, model)
-    chunk = min(config.training.head_chunk(rows), tokens)
-    gradient = _head_gradient(layout, model, itemsize)
+    most = config.training.head_chunk(rows)
+    chunk, gradient = min(most, tokens), _head_gradient(layout, model, itemsize, tokens <= most)
     if is_cpu:  # logits, a copy relative to the largest one and its exponentials, both in float32
+        chunk = min(most, math.ceil(response_share(config) * tokens))
         return states + max((itemsize + 8) * chunk * rows, 8 * chunk * rows + gradient)
     return states + HEAD_COPIES * itemsize * chunk * rows + gradient
 
@@ -268,9 +276,11 @@ def _prediction(
     return itemsize * (layer + 3 * hidden * tokens + embedding) + 6 * 4 * chunk * rows
 
 
-def _head_gradient(layout: Layout, model: ModelShape, itemsize: int) -> int:
-    """Return the bytes of the gradient of the head's weights: a sum in float32, and a copy in their dtype."""
-    return 0 if model.adapters else (4 + itemsize) * head_rows(layout.tp, model) * model.hf["hidden_size"]
+def _head_gradient(layout: Layout, model: ModelShape, itemsize: int, one_chunk: bool) -> int:
+    """Return the bytes of the gradient of the head's weights, in their dtype; several chunks are summed in
+    float32 before."""
+    sums = 0 if one_chunk or itemsize == 4 else 4
+    return 0 if model.adapters else (sums + itemsize) * head_rows(layout.tp, model) * model.hf["hidden_size"]
 
 
 def head_rows(tp: int, model: ModelShape) -> int:

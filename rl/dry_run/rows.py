@@ -29,6 +29,14 @@ def longest_group(config: Config) -> int:
     return longest_sequence(config)
 
 
+def response_share(config: Config) -> float:
+    """Return the share of a row's tokens that are sampled, if all sequences have the maximum length."""
+    if "samples" not in algorithm_of(config).needs:
+        return 1.0
+    prompt, group = config.data.max_prompt_tokens, longest_group(config)
+    return (group - prompt) / group
+
+
 def longest_row(config: Config, layout: Layout) -> int:
     """Return the maximum tokens of a micro-batch; a longer sequence forms a micro-batch alone."""
     prompts = config.training.prompts_per_minibatch or config.data.prompts_per_step

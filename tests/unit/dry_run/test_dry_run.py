@@ -154,6 +154,15 @@ class TestHost:
         peak = max(memory.peak(phase)[0] for phase in ("training", "refit", "generation")) / GIB
         assert peak == pytest.approx(measured, rel=0.1)
 
+    def test_only_responses_have_logits(self, tmp_path):
+        """Measured on 2026-11-30, with a vocabulary that takes most of the memory."""
+        sizes = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 512, "vocab_size": 262144}
+        hf = SMOLLM2 | sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+        keys = (*COMMON, *OF_MODEL, "rollout.cpu_kv_cache_mib=256", "validation.every=0")
+        config = self.config(tmp_path, hf, *keys)
+        memory = estimate(config, 1, Hardware(host_memory_gib=23.0, ranks_per_node=1), plan=False).memory
+        assert memory.peak("training")[0] / GIB == pytest.approx(3.21, rel=0.1)
+
     def test_passes_find_the_freed_memory_of_generation(self, tmp_path):
         """Measured on 2026-11-30: with recomputation the passes do not fill what the engine has freed."""
         keys = (*COMMON, *OF_MODEL, "training.recompute=full", "rollout.cpu_kv_cache_mib=256")
