@@ -75,21 +75,6 @@ def _added(parts: Iterable[tuple[str, Sequence[tuple[int, int]], Tensor]]) -> di
     return dict(sums)
 
 
-def buffer_checksums(name: str, engine: TrainingEngine) -> dict[str, int]:
-    """Return the checksums of weights that are buffers and never learn, such as a router's bias.
-
-    Collective over the world.
-    """
-    return summed(
-        _added(
-            (f"{name}/{WEIGHT}/{region.hf}", region.box, view)
-            for weight, tensor, writes in _written_weights(engine, engine.weight_map)
-            if writes and not isinstance(tensor, torch.nn.Parameter)
-            for region, view in _views(engine, weight, tensor, tensor, 0)
-        )
-    )
-
-
 def exported_checksums(
     engine: TrainingEngine,
     weight_map: WeightMap,

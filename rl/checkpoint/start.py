@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from rl.checkpoint.contents import (
     WEIGHT,
-    buffer_checksums,
     describe,
     exported_checksums,
     in_words,
@@ -53,27 +52,25 @@ class Start:
         self._steps = {name: describe(model)["optimizer_step"] for name, model in models.items()}
 
     def check(self, name: str, model: TrainingEngine) -> None:
-        """Compare a model's weights, optimizer and reference with the start; later only its buffers.
+        """Compare a model's weights, optimizer and reference with the start, before its first update.
 
         Raises ChangedSinceStart on every rank. Collective over the world.
         """
-        is_first, models = not model.num_updates, {name: model}
         if name not in self._steps:
             known = listed([*self._steps])
             text = f"{name} learns, but checkpoints have only {known}: a resumed run would lose it."
             raise ChangedSinceStart(text)
-        found = total_checksums(models) if is_first else buffer_checksums(name, model)
-        own = [tensor for tensor in self._sums if is_first and tensor.startswith(f"{name}/")]
+        if model.num_updates:
+            return
+        found = total_checksums(models := {name: model})
+        own = [tensor for tensor in self._sums if tensor.startswith(f"{name}/")]
         if wrong := [key for key in dict.fromkeys((*own, *found)) if self._sums.get(key) != found.get(key)]:
             tensors, where = in_words(wrong, models)
-            when, what = "", "have changed since the run started, but must not learn"
-            if is_first:
-                when = f"before the first update of the {name}, "
-                what = f"are not what they were when the run started from {self._source}"
             raise ChangedSinceStart(
-                f"{when}{tensors} {what}, on {where}: a part of the program wrote to them."
+                f"before the first update of the {name}, {tensors} are not what they were when the run "
+                f"started from {self._source}, on {where}: a part of the program wrote to them."
             )
-        if is_first and (steps := describe(model)["optimizer_step"]) != self._steps[name]:
+        if (steps := describe(model)["optimizer_step"]) != self._steps[name]:
             raise ChangedSinceStart(
                 f"before the first update of the {name}, its optimizer counts {steps} steps instead of "
                 f"{self._steps[name]} of {self._source}."

@@ -21,6 +21,7 @@ from rl.config.rollout import Rollout
 from rl.config.schema import Config
 from rl.data.batch import Batch, segment_counts
 from rl.data.prompts import Prompt
+from rl.data.reading import num_rows
 from rl.objectives.log_ratio import MAX_LOG_RATIO
 from rl.objectives.segments import segment_sum
 from rl.rewards.score import INVALID
@@ -35,8 +36,8 @@ STATISTIC = re.compile(r"(mean|std|best|worst|maj)@\d+(/(mean|std))?")
 """Name of a statistic of a validation; a variable of a reward may be named score/x or acc/x."""
 Graded = tuple[float, str | None]
 """Value and answer of a sample; None: it has no answer."""
-RATIO_ERROR = 0.01
-"""Relative rounding error of the ratio of a long sample."""
+RATIO_ERROR, TOKEN_ERROR = 0.01, 1e-5
+"""Relative rounding error of the ratio of a long sample, and of one token or a mean."""
 SMALLEST_TEMPERATURE = 0.01
 """vLLM raises a lower temperature, except 0, to this value."""
 
@@ -84,12 +85,9 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
 
     Trajectories are not checked: environments may fail, and contexts may be rewritten.
     """
+    check_contexts(batch)
     if not batch.prompts or batch.turns is not None:
         return
-    pairs = [(own, batch.prompts[g].token_ids) for own, g in zip(batch.prompt_ids, batch.groups.tolist())]
-    wrong = [i for i, (own, ids) in enumerate(pairs) if own is not ids and not np.array_equal(own, ids)]
-    problem = f"{{sample}} is in group {int(batch.groups[wrong[0]])}" if wrong else ""
-    refuse("group", batch, wrong, problem, "its context is another prompt's, so tasks would be mixed")
     sizes = torch.bincount(batch.groups, minlength=len(batch.prompts))
     if odd := (sizes != samples_per_prompt).nonzero().flatten().tolist():
         raise CheckFailed(
@@ -98,8 +96,20 @@ def check_groups(batch: Batch, *, samples_per_prompt: int) -> None:
         )
 
 
+def check_contexts(batch: Batch) -> None:
+    """Raise CheckFailed if a sample is in another prompt's group. Trajectories are not checked."""
+    if not batch.prompts or batch.turns is not None:
+        return
+    pairs = [(own, batch.prompts[g].token_ids) for own, g in zip(batch.prompt_ids, batch.groups.tolist())]
+    wrong = [i for i, (own, ids) in enumerate(pairs) if own is not ids and not np.array_equal(own, ids)]
+    problem = f"{{sample}} is in group {int(batch.groups[wrong[0]])}" if wrong else ""
+    refuse("group", batch, wrong, problem, "its context is another prompt's, so tasks would be mixed")
+
+
 def check_digests(batch: Batch) -> None:
-    """Raise CheckFailed unless each sample has the tokens, ending and score of its delivery and scoring."""
+    """Raise CheckFailed unless each sample has the tokens, ending and score of its delivery and scoring, and
+    is in the group of its prompt."""
+    check_contexts(batch)
     if batch.digests is None:
         return
     delivered = batch.hash_samples()
@@ -207,8 +217,16 @@ OF_SUBSETS: dict[str, Callable[[Sequence[Graded]], float]] = {
 """Statistic over subsets of the samples of a prompt -> its value for one subset."""
 
 
-def check_held_out(prompts: Sequence[Prompt], files: Sequence[str]) -> None:
-    """Raise CheckFailed unless the prompts of a validation are different rows of the files of `data.val`."""
+def check_held_out(prompts: Sequence[Prompt], config: Config) -> None:
+    """Raise CheckFailed unless the prompts of a validation are different rows of the files of `data.val`, and
+    as many as `validation.max_prompts` says."""
+    files, most = config.data.val, config.validation.max_prompts or math.inf
+    least = 0 if config.data.overlong_prompts == "drop" else min(most, num_rows(files))
+    if not least <= len(prompts) <= most:
+        raise CheckFailed(
+            f"validation check: {len(prompts)} prompts of data.val are measured, instead of at least {least} "
+            f"and at most {most} by validation.max_prompts and data.val."
+        )
     known, seen = {str(Path(file)) for file in files}, {""}
     for prompt in prompts:
         if prompt.place and (prompt.place.rpartition(", row ")[0] not in known or prompt.place in seen):
@@ -308,25 +326,25 @@ def check_turns(batch: Batch, agents: Agents) -> None:
 
 
 def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:
-    """Raise CheckFailed unless the loss weights are the ratios pi_old / pi_rollout, within their bounds.
-
-    A weight of 0 is allowed for ratios outside of the bounds of icepop. Those of prefixes are not known here.
-    """
+    """Raise CheckFailed unless the loss weights are the ratios pi_old / pi_rollout, within their bounds."""
     gap = batch.column("old_logprobs") - batch.column("rollout_logprobs")
     gap = torch.where(batch.mask > 0, gap, 0.0).double()
+    error = TOKEN_ERROR
     if correction.weighs_samples:
-        gap = segment_sum(gap, batch.lengths).repeat_interleave(batch.lengths)
+        gap, error = segment_sum(gap, batch.lengths).repeat_interleave(batch.lengths), RATIO_ERROR
     ratio = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     weights, counted = batch.column("loss_weights").double(), batch.mask > 0
     upper = correction.truncate_tokens or correction.truncate_samples
     expected = ratio.clamp(max=upper) if upper else ratio
     if not upper:  # icepop
-        low, high = correction.icepop_low, correction.icepop_high
-        is_inside = (ratio >= low * (1 + RATIO_ERROR)) & (ratio <= high * (1 - RATIO_ERROR))
-        is_prefix = correction.icepop_level == "prefix"
-        drops = (ratio > high * (1 + RATIO_ERROR)) & (not is_prefix)
-        expected = torch.where(drops | ((~is_inside | is_prefix) & (weights == 0)), 0.0, expected)
-    wrong = counted & ~((weights - expected).abs() <= RATIO_ERROR * expected)
+        low, high, judged = correction.icepop_low, correction.icepop_high, ratio
+        if correction.icepop_level == "prefix":
+            counts = _sums_so_far(counted.double(), batch).clamp(min=1)
+            judged = (_sums_so_far(ratio.log(), batch) / counts).exp()
+        is_inside = (judged >= low * (1 + error)) & (judged <= high * (1 - error))
+        drops = (judged > high * (1 + error)) | (judged < low * (1 - error))
+        expected = torch.where(drops | (~is_inside & (weights == 0)), 0.0, expected)
+    wrong = counted & ~((weights - expected).abs() <= error * expected)
     if wrong.any():
         token = int(wrong.nonzero()[0])
         raise CheckFailed(
@@ -336,11 +354,14 @@ def check_loss_weights(batch: Batch, correction: RolloutCorrection) -> None:
         )
 
 
-def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
-    """Raise CheckFailed if a token counts that `rollout_correction.reject` leaves out.
+def _sums_so_far(x: Tensor, batch: Batch) -> Tensor:
+    """Return the sum over each sample's tokens up to each one: float64 [T] -> [T]."""
+    sums = torch.cat([x.new_zeros(1), x.cumsum(0)])
+    return sums[1:] - sums[batch.offsets[:-1]].repeat_interleave(batch.lengths)
 
-    Samples are compared only with one criterion, because another one may have left out their tokens.
-    """
+
+def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
+    """Raise CheckFailed unless exactly the tokens count that pass each criterion of `reject`."""
     if batch.rollout_logprobs is None or not correction.rejections:
         return
     if batch.old_logprobs is None:
@@ -349,20 +370,27 @@ def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
             f"rejection check: the update begins without old_logprobs for rollout_correction.reject={reject}."
         )
     counted, ratio = batch.mask > 0, batch.rollout_logprobs - batch.old_logprobs
+    before = passes = batch.extra.get("unrejected_mask", batch.mask) > 0
     statistics = {"k1": ratio, "k2": ratio.square() / 2, "k3": torch.expm1(-ratio) + ratio}
     for criterion in correction.rejections:
-        found = torch.where(counted, statistics[criterion.statistic], 0.0).double()
+        found = torch.where(before, statistics[criterion.statistic], 0.0).double()
         if criterion.level == "sequence":
-            number = segment_sum(counted.double(), batch.lengths).clamp(min=1)
+            number = segment_sum(before.double(), batch.lengths).clamp(min=1)
             found = (segment_sum(found, batch.lengths) / number).repeat_interleave(batch.lengths)
         slack = RATIO_ERROR * found.abs()
-        wrong = counted & ((found < criterion.low - slack) | (found > criterion.high + slack))
-        if wrong.any() and (criterion.level == "token" or len(correction.rejections) == 1):
+        wrong = counted & ~((found >= criterion.low - slack) & (found <= criterion.high + slack))
+        passes = passes & (found > criterion.low + slack) & (found < criterion.high - slack)
+        if wrong.any():
             raise CheckFailed(
                 f"rejection check: {int(wrong.sum())} of {int(counted.sum())} tokens count, the first with "
                 f"{criterion.name}={float(found[wrong][0]):.4g}, outside of the bounds {criterion.low:g} to "
                 f"{criterion.high:g} of rollout_correction.reject."
             )
+    if (lost := passes & ~counted).any():
+        raise CheckFailed(
+            f"rejection check: {int(lost.sum())} tokens pass rollout_correction.reject={correction.reject}, "
+            f"but do not count, first {token_place(batch, int(lost.nonzero()[0]))}."
+        )
 
 
 def check_informative(batch: Batch, everything: Batch | None, wanted: int) -> None:

@@ -98,7 +98,7 @@ class Checks:
         self, batch: Batch, prompts: Sequence[Prompt], *, samples_per_prompt: int, is_greedy: bool
     ) -> None:
         """Check a validation's scored samples. prompts: the prompts of the validation, in order."""
-        batches.check_held_out(prompts, self._config.data.val)
+        batches.check_held_out(prompts, self._config)
         self._ordered(batch, prompts, samples_per_prompt, "greedy" if is_greedy else "validation")
         batches.check_digests(batch)
 

@@ -100,7 +100,7 @@ class Grades:
         if not is_own:
             what = "of another sample" if score.seal >= 0 else "that no worker computed"
             text = f"rank {rank} got the score {own:.4g} for {name}, {what}"
-            return f"{text}: answers were exchanged or changed, or are those of other arguments"
+            return f"{text}: answers, or their texts, were exchanged or changed, or are of other arguments"
         terms = [weight * part for (_, weight, _), part in zip(calls, score.parts)]
         if not score.values["failed"] and abs(own - sum(terms)) > TOLERANCE * sum(map(abs, terms)):
             return (

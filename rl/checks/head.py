@@ -116,12 +116,13 @@ def problems_of(
                 return f"the gradient of {name} for the {what} differs from float64 by {error:.3g}"
         return ""
 
-    cases: list[tuple[str, OfTensor, OfTensor]] = [("log-probs and entropy", logprobs, expected)]
+    own_names = "log-probs, entropy and squared probabilities"
+    cases: list[tuple[str, OfTensor, OfTensor]] = [(own_names, logprobs, expected)]
     if filter_of is not None:
         has_set, kept = excluded.any(1), ~excluded
         sets = (kept & has_set[:, None]).nonzero()[:, 1], kept.sum(1) * has_set
         masked = partial(logprobs, kept=filter_of(*(each.cpu().numpy() for each in sets)))
-        name = "log-probs and entropy under sampling masks"
+        name = f"{own_names} under sampling masks"
         cases.append((name, masked, lambda x: expected(x.masked_fill(excluded, FLOOR))))
     if linear is not None:
         teacher, name = weight.detach().roll(1, 1), getattr(of, "func", of).__name__

@@ -45,12 +45,13 @@ class LossPoint:
             old_logprobs=(logprobs - randn[1] * spread.repeat_interleave(lengths)).clamp(max=-0.05),
             ref_logprobs=logprobs - 0.4 * randn[2],
             implicit_ref_logprobs=logprobs - 0.4 * randn[3],
-            # With objective.top_entropy only selected tokens count, so the check leaves it out.
             selected_tokens=(rand[1] < 0.3).double(),
+            loss_weights=0.5 + rand[5],
+            sample_weights=(0.5 + of_sample[1].abs()).repeat_interleave(lengths),
             old_values=rand[2],
             returns=rand[3],
         )
-        self.columns["rollout_logprobs"] = self.columns["old_logprobs"]
+        self.columns["rollout_logprobs"] = self.columns["old_logprobs"] - 0.3 * randn[0]
         self.labels = (of_sample[1] > 0).double()
         self.outputs = dict(
             logprobs=logprobs,
@@ -70,6 +71,10 @@ class LossPoint:
 
     def per_token(self, x: Tensor) -> Tensor:
         return x.repeat_interleave(self.lengths)
+
+    def of_sign(self, one: float, other: float, is_one: Tensor) -> Tensor:
+        """Return one of two numbers for each token. `torch.where` alone would round them to float32."""
+        return torch.where(is_one, one, torch.full_like(self.mask, other))
 
     def means(self) -> Tensor:
         """Return the mean log-prob of each sample, [B]."""
@@ -119,8 +124,10 @@ def check_loss(name: str, loss: LossFunction, config: Config) -> None:
     problems = (_problem(LossPoint(config, scale), loss, formula) for scale in (1.0, 0.0))
     if problem := next(filter(None, problems), ""):
         goal = config.objective
+        options = f"aggregation={goal.aggregation}"
+        options += f", off_policy_mask={goal.off_policy_mask:g}" if goal.off_policy_mask else ""
         raise CheckFailed(
-            f"objective check: objective.loss={goal.loss}, aggregation={goal.aggregation}: the loss {name} "
+            f"objective check: objective.loss={goal.loss}, {options}: the loss {name} "
             f"differs from its formula: {problem}, see docs/algorithms.md."
         )
 
@@ -193,14 +200,15 @@ def _gmpo(p: LossPoint) -> Tensor:
 
 
 def _sapo(p: LossPoint) -> Tensor:
-    tau = torch.where(p.advantages > 0, p.option("sapo_tau_positive"), p.option("sapo_tau_negative"))
+    tau = p.of_sign(p.option("sapo_tau_positive"), p.option("sapo_tau_negative"), p.advantages > 0)
     return -p.advantages * 4 / tau * torch.sigmoid(tau * (_ratio(p) - 1))
 
 
 def _vespo(p: LossPoint) -> Tensor:
-    w, is_bad = p.per_token(p.log_ratios("old_logprobs").exp()).detach(), p.advantages < 0
+    logs, is_bad = p.logprobs - p.old_logprobs + p.loss_weights.log(), p.advantages < 0
+    w = p.per_token(p.of_samples(logs).exp()).detach()
     names = "vespo_k", "vespo_lambda"
-    k, decay = (torch.where(is_bad, p.option(f"{x}_negative"), p.option(f"{x}_positive")) for x in names)
+    k, decay = (p.of_sign(p.option(f"{x}_negative"), p.option(f"{x}_positive"), is_bad) for x in names)
     return -(w**k) * (decay * (1 - w)).exp() * p.advantages * p.logprobs
 
 
@@ -244,8 +252,15 @@ def _divergence(p: LossPoint, estimator: str) -> Tensor:
 
 
 def _policy_gradient(p: LossPoint, of_tokens: Tensor) -> Tensor:
-    """Return the loss with the KL term and the entropy bonus of the config."""
-    total = of_tokens - p.goal.entropy_coef * p.entropy
+    """Return the loss with the masks and weights of tokens, KL term and entropy bonus of the config."""
+    if p.goal.top_entropy < 1:
+        of_tokens = of_tokens * p.selected_tokens
+    if bound := p.goal.off_policy_mask:
+        far = p.of_samples(p.rollout_logprobs - p.logprobs) / p.counts.clamp(min=1) > bound
+        of_tokens = torch.where((p.advantages < 0) & p.per_token(far), 0.0, of_tokens)
+    if p.goal.loss != "vespo":  # its ratio contains them
+        of_tokens = of_tokens * p.loss_weights
+    total = of_tokens * p.sample_weights - p.goal.entropy_coef * p.entropy
     if p.goal.kl_coef:
         total = total + p.goal.kl_coef * _divergence(p, p.goal.kl_estimator)
     return p.mean(total, p.goal.aggregation)

@@ -47,6 +47,8 @@ def per_sample(dtype: torch.dtype = torch.float32, *, required: bool = False, **
 EXTRA: dict[str, Column] = {
     # 1 for tokens that a loss treats differently. They are selected by statistics of the whole mini-batch.
     "selected_tokens": Column(True, in_loss=True),
+    # `mask` before `rollout_correction.reject` reduced it.
+    "unrejected_mask": Column(True),
     # Importance weight of each token's loss, for the mismatch between engine and trainer.
     "loss_weights": Column(True, in_loss=True),
     # Weight of the sample in the policy loss, the same for all of its tokens (`objective.filtration`).

@@ -130,7 +130,7 @@ def _row_at(path: Path, number: int) -> dict[str, Any]:
         with path.open("rb") as file:
             file.seek(starts[number - 1])
             return dict(_parse(file.readline().decode("utf-8-sig"), str(path)))
-    if path.suffix == ".parquet" and path.is_file():
+    if _is_parquet(path):
         with _reading(path, "parquet"):
             group, block, place = _place_in(path, number)
             table = _block(path, group, block).slice(place, 1)
@@ -184,11 +184,20 @@ def _block(path: Path, group: int, number: int) -> pa.Table:
         return pa.Table.from_batches([next(itertools.islice(batches, number, None))])
 
 
+def _is_parquet(path: Path) -> bool:
+    return path.suffix == ".parquet" and path.is_file()
+
+
+def num_rows(files: Sequence[str | Path]) -> int:
+    """Return the number of rows of the parquet files among `files`."""
+    return sum(int(_groups(path)[0][-1]) for path in map(Path, files) if _is_parquet(path))
+
+
 def row_bytes(place: str) -> int:
     """Return about how many bytes `read_row` decodes: for a parquet file, its row group up to the row."""
     name, _, number = place.rpartition(", row ")
     path = Path(name)
-    if path.suffix != ".parquet" or not path.is_file():
+    if not _is_parquet(path):
         return 0
     group, block, _ = _place_in(path, int(number))
     starts, sizes = _groups(path)

@@ -40,7 +40,7 @@ def weights_of(batch: Batch, logprobs: Tensor, correction: RolloutCorrection) ->
 
 
 def reject(batch: Batch, correction: RolloutCorrection) -> dict[str, float]:
-    """Reduce `mask` as `rollout_correction.reject` configures; return the metrics.
+    """Reduce `mask` as `rollout_correction.reject` configures, and keep it in a column; return the metrics.
 
     Reads the same columns as `weigh`.
     """
@@ -58,7 +58,7 @@ def reject(batch: Batch, correction: RolloutCorrection) -> dict[str, float]:
         kept = kept * passed
     metrics |= rollout_correction.rejection_metrics(lengths, mask, kept)
     metrics["rollout_corr/rejected_fraction"] = 1.0 - float(kept.sum() / mask.sum().clamp(min=1))
-    batch.mask = kept.float()
+    batch.mask, batch.extra["unrejected_mask"] = kept.float(), mask
     return metrics
 
 

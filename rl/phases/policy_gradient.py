@@ -86,11 +86,8 @@ def policy_loss(config: Config) -> Loss:
     inputs = set(inspect.signature(function).parameters)
     if goal.entropy_coef:
         inputs.add("entropy")
-    # The check leaves out masks that set the loss of single tokens to 0, and an adaptive entropy bonus.
-    checked = replace(
-        config,
-        objective=replace(goal, top_entropy=1.0, off_policy_mask=0.0, adaptive_entropy=AdaptiveEntropy()),
-    )
+    # `with_entropy_bonus` adds an adaptive entropy bonus.
+    checked = replace(config, objective=replace(goal, adaptive_entropy=AdaptiveEntropy()))
     return Loss(
         partial(_policy_loss, config=config, token_loss=function),
         reads=tuple(name for name in OUTPUTS if name == "logprobs" or name in inputs),

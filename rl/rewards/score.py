@@ -39,7 +39,7 @@ class Score:
     feedback: str | None = None
     """Text about the response (`feedback`), for a teacher's prompt (`teacher.template`)."""
     seal: int = field(default=-1, compare=False)
-    """Hash of the calls and their score (`sealed`). It is computed in the process that called the reward
+    """Hash of the calls and their answer (`sealed`). It is computed in the process that called the reward
     function. -1 if no function was called."""
     parts: tuple[float, ...] = field(default=(), compare=False)
     """The unweighted score of each function, in the order of the plan."""
@@ -54,11 +54,12 @@ def digest(calls: Iterable[tuple[str, float, Mapping[str, Any]]]) -> int:
 
 
 def sealed(score: Score, digest: int) -> Score:
-    """Return the score with its `seal`, which also covers its parts. For the hash, -0.0 equals 0.0.
+    """Return the score with its `seal`, which also covers its parts and texts. For the hash, -0.0 equals 0.0.
 
     digest: result of `digest` for the calls that scored the sample.
     """
-    return replace(score, seal=zlib.crc32(repr((score.values["score"] + 0.0, *score.parts)).encode(), digest))
+    covered = score.values["score"] + 0.0, *score.parts, score.prediction, score.feedback
+    return replace(score, seal=zlib.crc32(repr(covered).encode(), digest))
 
 
 def to_score(result: Any) -> Score:

@@ -7,7 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rl.runtime.collectives import gather_texts
-from rl.training.gradients import ReductionProbe, WrongReduction, check_clipped, clipped_norms, num_not_zero
+from rl.runtime.names import listed
+from rl.training.gradients import (
+    ReductionProbe,
+    StateChanged,
+    WrongReduction,
+    check_clipped,
+    clipped_norms,
+    num_not_zero,
+)
 from rl.training.optimizer import StateSample, WrongStep
 from rl.training.parts import TrainerPart
 
@@ -39,11 +47,25 @@ class StepAudit(TrainerPart):
         self._engine, self._adam = engine, engine.spec.optimizer
         self._probe = ReductionProbe(engine.learned_map, engine.wrapped)
         self._state = StateSample(self._adam, names)
+        self._fixed: dict[str, Tensor] = {}
+        """Values of the weights that are buffers, at the first update, by name."""
 
     def weights_loaded(self) -> None:
         self._state.forget()
+        self._fixed = {}
+
+    def check(self, engine: "TrainingEngine", name: str) -> None:
+        """Note the state of the optimizer, which has just been compared with the start of the run."""
+        assert engine.optimizer is not None
+        self._state.note(engine.optimizer, engine.device.torch)
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return the weights that are buffers and never learn, such as a router's bias, by name."""
+        found = self._engine.weight_map.local()
+        return {weight.hf[0]: x for weight, x in found if not isinstance(x, torch.nn.Parameter)}
 
     def before_update(self) -> None:
+        self._fixed = self._fixed or {name: x.clone() for name, x in self._buffers().items()}
         self._probe.begin(self._engine.num_updates)
         self._num_not_zero = num_not_zero(self._engine.wrapped)
 
@@ -60,11 +82,21 @@ class StepAudit(TrainerPart):
         wrong, num_moved = self._state.changes(engine.optimizer, lr, compares=compares)
         clipped = clipped_norms(engine.optimizer, engine.learned_map, norm, self._num_changed)
         moved = num_moved if engine.grid.reports_results else torch.zeros_like(num_moved)
-        return [self._reduced, moved.view(1), wrong.view(1), self._num_not_zero.view(1), clipped]
+        changed = sum(((x != self._fixed[name]).sum() for name, x in self._buffers().items()), moved * 0)
+        counts = torch.stack([moved, wrong, self._num_not_zero, changed])
+        return [self._reduced, counts, clipped]
 
     def summed(self, numbers: list[float]) -> None:
         num_probed = self._probe.num_sums
-        moved, num_wrong, not_zero, *clipped = numbers[num_probed:]
+        moved, num_wrong, not_zero, changed, *clipped = numbers[num_probed:]
+        if changed:
+            names = [name for name, x in self._buffers().items() if not x.equal(self._fixed[name])]
+            where = f"rank {dist.get_rank()}"
+            texts = gather_texts([f"{listed(names)} on {where}"] if names else [])
+            raise StateChanged(
+                f"{'; '.join(texts)} changed during or before an update, but must not learn: the backend "
+                "(such as Megatron's rate for the biases of routers) or a part of the program wrote to them."
+            )
         if not_zero:
             raise WrongReduction(
                 f"{not_zero:.0f} sampled elements of the gradient buffers were not 0 before the first "

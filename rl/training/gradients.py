@@ -316,7 +316,7 @@ def check_clipped(found: Sequence[float], limit: float) -> None:
         if number:
             raise StateChanged(
                 f"{number:.0f} sampled elements of the optimizer's moments and master weights on rank {rank} "
-                "have changed since its last update: for example, offloading wrote to them."
+                "have changed since its last update or its load: for example, offloading wrote to them."
             )
     for rank, norm in enumerate(found[1 : 1 + world]):
         expected = norm * min(1.0, limit / (norm + ADDED)) if limit else norm

@@ -186,8 +186,13 @@ class StateSample:
         """Discard the stored elements, after a load of other weights."""
         self._noted = None
 
+    def note(self, optimizer: MegatronOptimizer, device: torch.device) -> None:
+        """Store the elements before the first update after a load."""
+        if self._noted is None:
+            self._noted = self._elements(optimizer, device)
+
     def num_changed(self, optimizer: MegatronOptimizer, device: torch.device) -> Tensor:
-        """Return, before an update, the number of elements that changed since the last one, int64 []."""
+        """Return, before an update, the number of elements that changed since the last update or `note`."""
         self._before = self._elements(optimizer, device)
         if self._noted is None or self._noted.shape != self._before.shape:
             return torch.zeros((), dtype=torch.int64, device=device)

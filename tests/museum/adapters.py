@@ -266,3 +266,22 @@ def magnitudes_of_DoRA_in_bfloat16(bug: Bug, low_rank, *args):
 def all_points_in_the_first_slot(bug: Bug, held_by, engine, adapter=0):
     """The name of an adapter was lost, so that the default adapter stood for each of them."""
     return held_by(engine)
+
+
+@exhibit(
+    "sisinflab/warprec#126",
+    overrides=(
+        *BESIDE,
+        "sweep.adapters=[{}, {training.optimizer.lr: 2e-3}]",
+        "sweep.stop=median",
+        "sweep.first=3",
+    ),
+    resumes=True,
+)
+@caught_by(
+    "metric log", r"CheckFailed: sweep check: sweep.stop=median has the metrics of point 0 up to step 1"
+)
+@replaces("rl.features.early_stop.early_stop.EarlyStop.remember")
+def metrics_before_a_resume_lost(bug: Bug, remember, self, point, records, **options):
+    """After a pause the rule ended fewer runs, because it had lost their metrics."""
+    remember(self, point, records[:-1], **options)

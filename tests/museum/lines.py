@@ -15,13 +15,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 AUDITS: dict[str, tuple[str, ...]] = {
     **{str(path.relative_to(ROOT)): () for path in sorted((ROOT / "rl" / "checks").glob("*.py"))},
-    "rl/checkpoint/contents.py": ("buffer_checksums", "in_words"),
+    "rl/checkpoint/contents.py": ("in_words",),
     "rl/checkpoint/start.py": (),
     "rl/checkpoint/store.py": ("WronglyLoaded", "_check_loaded"),
     "rl/checkpoint/hf.py": ("WronglyExported", "differing", "raise_problem", "_problem"),
     "rl/data/contexts.py": ("check_context",),
     "rl/data/patches_again.py": (),
-    "rl/data/reading.py": ("row_bytes",),
+    "rl/data/reading.py": ("num_rows", "row_bytes"),
     "rl/data/responses_again.py": (),
     "rl/faults/agreement.py": ("check_replicas", "check_master_weights"),
     "rl/features/adapters/layers.py": ("AdapterSum.has_constant_lengths",),
@@ -94,6 +94,7 @@ MIXED = {
     "rl/checkpoint/store.py:CheckpointStore.load",
     "rl/checkpoint/store.py:_read_on_rank_0",
     "rl/faults/agreement.py:PhaseAgreement.check",
+    "rl/features/early_stop/early_stop.py:EarlyStop._note",
     "rl/features/roles/generators.py:Generators._compare_logs",
     "rl/features/roles/link.py:Link.receive_weights",
     "rl/features/roles/trainer_side.py:GenerationByRoles._check_groups",

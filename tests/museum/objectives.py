@@ -137,6 +137,67 @@ def importance_weights_inverted(bug: Bug, weights, old_logprobs, rollout_logprob
     return weights(rollout_logprobs, old_logprobs, mask, **options)
 
 
+@exhibit(
+    "NVIDIA-NeMo/RL#2269",
+    overrides=(
+        "model.dtype=bfloat16",
+        "rollout_correction.icepop_low=0.99",
+        "rollout_correction.icepop_high=1.01",
+        "rollout_correction.icepop_level=prefix",
+    ),
+)
+@caught_by("loss weights", r"CheckFailed: loss weight check: a token has the importance weight")
+@replaces("rl.objectives.rollout_correction._prefix_means")
+def sums_of_log_ratios_instead_of_means(bug: Bug, means, x, lengths, mask):
+    """The weight was the product of the ratios instead of their geometric mean."""
+    return means(x * lengths.repeat_interleave(lengths), lengths, mask)
+
+
+@exhibit(
+    "verl-project/verl#3984",
+    overrides=(
+        "model.dtype=bfloat16",
+        "rollout_correction.reject=token-k2,sample-k2",
+        "rollout_correction.reject_high=5e-5",
+        "data.prompts_per_step=16",
+    ),
+)
+@caught_by("loss weights", r"CheckFailed: rejection check: \d+ of \d+ tokens count, the first with sample-k2")
+@replaces("rl.objectives.rollout_correction.reject")
+def criterion_of_the_tokens_left_by_another(bug: Bug, reject, old, rollout, lengths, mask, **options):
+    """Later code got the mask that the rejection had already reduced."""
+    if options["level"] == "sequence":
+        mask = bug.passed
+    bug.passed = reject(old, rollout, lengths, mask, **options)
+    return bug.passed
+
+
+@exhibit("huggingface/trl#4857", overrides=("objective.off_policy_mask=0.01",), at=0)
+@caught_by(OBJECTIVE, r"CheckFailed: objective check: .* off_policy_mask=0.01: the loss ppo differs")
+@replaces("rl.phases.policy_gradient.off_policy_mask")
+def off_policy_mask_without_the_log_probs_of_the_engine(
+    bug: Bug, mask_of, logprobs, sampling, *args, **options
+):
+    """The mask read the trainer's log-probs, so a difference to the engine masked nothing."""
+    return mask_of(logprobs, logprobs, *args, **options)
+
+
+@exhibit(
+    "thinking-machines-lab/tinker-cookbook#904",
+    overrides=(
+        "algorithm=distill",
+        *TEACHER,
+        "teacher.student_share=0.5",
+        "data.response_key=reward_model.ground_truth",
+    ),
+)
+@caught_by("groups", r"CheckFailed: group check: sample \d+ .* its context is another prompt's")
+@replaces("rl.data.batch.Batch.keep_groups")
+def list_beside_the_groups_in_the_old_order(bug: Bug, keep_groups, self, groups):
+    """Groups got new numbers, so that other prompts and teachers were looked up by them."""
+    return replace(keep_groups(self, groups), prompts=[self.prompts[group] for group in sorted(groups)])
+
+
 @exhibit("huggingface/trl#5413", overrides=("training.prompts_per_minibatch=2",))
 @caught_by(FIRST, r"CheckFailed: first update check|LogprobMismatch: .* divided by 0\.5,")
 def old_log_probs_of_the_step_before(bug: Bug) -> None:

@@ -29,6 +29,17 @@ def scores_of_ranks_interleaved(bug: Bug, gather, results, mine, total, device):
     return gather(results, list(range(start, start + len(mine))), total, device)
 
 
+@exhibit("verl-project/verl#1031", overrides=(f"{FUNCTION}:voted",))
+@caught_by(
+    SCORES, r"CheckFailed: score check: rank 0 got the score .* answers, or their texts, were exchanged"
+)
+@replaces("rl.rewards.pool.pool.ScoringPool.received")
+def texts_under_each_others_names(bug: Bug, received, self, worker, message):
+    """The texts that a function returned beside its score were filed under wrong names or samples."""
+    texts = {"prediction": message.get("feedback"), "feedback": message.get("prediction")}
+    received(self, worker, message | texts)
+
+
 @exhibit("vllm-project/vllm#57846")
 @caught_by(SCORES, r"CheckFailed: score check: rank 0 got the score .*of another sample")
 def worker_repeats_old_answers(bug: Bug) -> None:

@@ -90,6 +90,16 @@ def moments_lost_in_host_memory(bug: Bug, reload, self):
             state["exp_avg"].zero_()
 
 
+@exhibit("TensorAuto/OpenTau#185", resumes=True, overrides=("model.dtype=bfloat16",))
+@caught_by("state of the optimizer", r"StateChanged: \d+ sampled elements .* its last update or its load")
+@replaces("rl.training.engine.TrainingEngine._begin_update")
+def master_weights_made_again_in_the_first_update(bug: Bug, begin_update, self):
+    """After a resume the master weights were made from the rounded weights."""
+    if not self.num_updates:
+        self.optimizer.reload_model_params()
+    begin_update(self)
+
+
 @exhibit("PrimeIntellect-ai/prime-rl#2562", ranks=2)
 @caught_by(COUNT, r"WrongTokens: an update counted 1 times .* rank 1 counted .* and divided by")
 @replaces("rl.phases.minibatches.MinibatchPlan.totals")

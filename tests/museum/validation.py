@@ -89,6 +89,15 @@ def validation_with_the_weights_before(bug: Bug, to_generation, self, step, refi
     return to_generation(self, step, refit_phase)
 
 
+@exhibit("ByteDance-Seed/VeOmni#1077", overrides=VALIDATES, at=0)
+@caught_by(VALIDATION, r"CheckFailed: validation check: 4 prompts of data.val are measured, instead of")
+@replaces("rl.engines.inputs.Inputs._prompts")
+def limit_of_the_training_data_for_the_validation(bug: Bug, prompts, self, files, **options):
+    """The limit of the training data was applied to the validation."""
+    changed = {} if files == self.config.data.train else {"max_prompts": 4}
+    return prompts(self, files, **options | changed)
+
+
 @exhibit("scitix/sieval#88", overrides=(*VALIDATES, f"{FUNCTION}:voted"))
 @caught_by(VALIDATION, r"CheckFailed: validation check: acc/maj@\d.* is .*, but samples of its prompts give")
 def tied_votes_for_the_first_answer(bug: Bug) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import mean, median
 
+from rl.checks.batches import CheckFailed
 from rl.config.options import ConfigError
 from rl.config.sweep import Sweep
 from rl.features.sweep.point_stop import ENDED_EARLY, Survivors
@@ -54,6 +55,12 @@ class EarlyStop(Survivors):
             self._judge(self._judged)
 
     def _note(self, point: int, step: int, metrics: Mapping[str, float]) -> None:
+        if (last := self._last[point]) and step > last + 1:
+            raise CheckFailed(
+                f"sweep check: sweep.stop={self._config.stop} has the metrics of point {point} up to step "
+                f"{last} and of step {step}, but none between: steps before a resume were lost, so the rule "
+                "would end other points. Set sweep.stop=none to continue without it."
+            )
         self._last[point] = max(self._last[point], step)
         if self._config.metric in metrics and step and point not in self.reasons:
             value = metrics[self._config.metric]  # metrics.jsonl has None for a value that is not finite
