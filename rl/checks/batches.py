@@ -109,13 +109,13 @@ def check_contexts(batch: Batch) -> None:
 def check_digests(batch: Batch) -> None:
     """Raise CheckFailed unless each sample has the tokens, ending and score of its delivery and scoring, and
     is in the group of its prompt."""
-    check_contexts(batch)
     if batch.digests is None:
         return
     delivered = batch.hash_samples()
     cause = "a filter or a reordering between generation and update moved columns apart, or changed them"
     what = "{sample} no longer has the tokens and the ending with which it was delivered"
     refuse("sample", batch, delivered != batch.digests, what, cause)
+    check_contexts(batch)
     if batch.score_digests is not None:
         what = "{sample} no longer has the score that was made for it"
         refuse("sample", batch, batch.hash_scores(delivered) != batch.score_digests, what, cause)

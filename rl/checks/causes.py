@@ -3,6 +3,7 @@
 The mismatch ends the run anyway, so a few more passes over one micro-batch of each rank cost nothing.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,17 +17,26 @@ from rl.objectives.segments import segment_sum
 from rl.training.engine import TrainingEngine
 from rl.training.micro_batch_plans import MicroBatchPlan, samples_of
 
+LARGEST = 10**9
+"""Number of parameters up to which a pass has a copy of the weights with the adapter."""
 VANISHED = 2.0
 """Factor by which a change must reduce the mean difference to be named as the cause."""
 
 
 def cause_of(
-    model: TrainingEngine, batch: Batch, plans: list[MicroBatchPlan], counted: Tensor, *, limit: float
+    model: TrainingEngine,
+    batch: Batch,
+    plans: list[MicroBatchPlan],
+    counted: Tensor,
+    *,
+    limit: float,
+    engine_tp: int,
 ) -> str:
     """Return a sentence about the change that makes the mismatch vanish. Collective over the world.
 
     The parts of the model check their own inputs first and may raise. plans: the mini-batches. counted: bool
-    [T], the compared tokens. limit: mean difference that rounding explains, in nats.
+    [T], the compared tokens. limit: mean difference that rounding explains, in nats. engine_tp: number of
+    tensor parallel ranks of an engine.
     """
     model.parts.metrics(model.device.torch)
     engine, old = batch.column("rollout_logprobs"), batch.column("old_logprobs")
@@ -57,6 +67,8 @@ def cause_of(
     if versions is not None and bool((versions[holds] < versions[few].max()).any()):
         causes += ", which changed during these samples"
     causes += ", or other functions"
+    if engine_tp > 1:
+        causes += f", or its ranks (rollout.tp={engine_tp}) hold wrong parts of weights, such as key heads"
     if sharing := model.grid.sharing:
         causes += f", or ranks that share a sample ({sharing}) communicate wrongly"
     return f"The difference remains in a pass {', '.join(text for _, text in tried)}: {causes}."
@@ -99,7 +111,10 @@ def _changes(
     if model.spec.temperature != 1:
         yield "at temperature 1", lambda: run(spec=replace(model.spec, temperature=1.0))
     if model.has_frozen_weights:
-        yield "without the adapter", lambda: _without_adapter(model, run)
+        yield "without the adapter", lambda: _beside_adapter(model, run, merges=False)
+        if sum(math.prod(shape) for w in model.weight_map.weights for shape in w.shapes) <= LARGEST:
+            name = "with the adapter merged into the weights, which its layers must equal"
+            yield name, lambda: _beside_adapter(model, run, merges=True)
     elif model.reference is not None:
 
         def of_reference() -> Tensor:
@@ -109,13 +124,19 @@ def _changes(
         yield "with the reference weights", of_reference
 
 
-def _without_adapter(model: TrainingEngine, run: Callable[[], Tensor]) -> Tensor:
+def _beside_adapter(model: TrainingEngine, run: Callable[[], Tensor], *, merges: bool) -> Tensor:
+    """Run a pass with the weights alone. merges: whether they contain the adapter. Collective."""
+    merge, base = model.parts.merging(), [*model.weight_map.local()] if merges else []
     learned = [parameter for _, parameter in model.learned_map.local()]
-    kept = [parameter.data for parameter in learned]
+    kept = [(parameter, parameter.data) for parameter in (*learned, *(own for _, own in base))]
+    for weight, parameter in base:
+        parameter.data = merge(weight, parameter).detach()
     for parameter in learned:
-        parameter.data = torch.zeros_like(parameter.data)
+        parameter.data = parameter.data.clone()
+    for part in model.parts:
+        part.set_aside()
     found = run()
-    for parameter, data in zip(learned, kept):
+    for parameter, data in kept:
         parameter.data = data
     return found
 

@@ -253,7 +253,9 @@ class Checks:
             return {}
 
         def explain(limit: float) -> str:
-            return f"{what_is_equal(policy)}. {cause_of(policy, batch, plans, counted, limit=limit)}"
+            tp = self._config.rollout.tp
+            cause = cause_of(policy, batch, plans, counted, limit=limit, engine_tp=tp)
+            return f"{what_is_equal(policy)}. {cause}"
 
         found = logprobs.check_engine(
             batch,

@@ -108,6 +108,9 @@ class TrainerPart:
         """
         return None
 
+    def set_aside(self) -> None:
+        """Change what the part learns so that the passes use the weights alone. Collective over the world."""
+
     def replicas(self) -> list[tuple[dist.ProcessGroup, dict[str, Tensor]]]:
         """Return pairs (group, further weights by Megatron's name); a group's ranks hold equal copies."""
         return []

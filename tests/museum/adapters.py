@@ -285,3 +285,19 @@ def all_points_in_the_first_slot(bug: Bug, held_by, engine, adapter=0):
 def metrics_before_a_resume_lost(bug: Bug, remember, self, point, records, **options):
     """After a pause the rule ended fewer runs, because it had lost their metrics."""
     remember(self, point, records[:-1], **options)
+
+
+@exhibit(
+    "huggingface/peft#2122",
+    overrides=(
+        "adapter.kind=dora",
+        "training.optimizer.lr=0.01",
+        "training.optimizer.warmup_steps=0",
+        "training.prompts_per_minibatch=2",
+    ),
+)
+@caught_by(GAP, r"LogprobMismatch: .* In a pass with the adapter merged into the weights, which its layers")
+@replaces("rl.features.adapters.layers.AdapterSum.add")
+def bias_multiplied_by_the_factors_of_dora(bug: Bug, add, self, x, out, bias):
+    """The output of the layer contained the bias when it was multiplied."""
+    return add(self, x, out, None)

@@ -124,8 +124,7 @@ class Adapters(TrainerPart):
         adapters."""
         self._sums_of_frozen: dict[str, int] = {}
         """Checksums of the frozen weights at the first check, by name."""
-        for added in self._sums.values():
-            added.start_magnitudes()
+        self.set_aside()
         self._start_random(self._seed)
         self._check_draws()
         if adapter.init == "pissa":
@@ -158,6 +157,15 @@ class Adapters(TrainerPart):
         texts = [f"{where} {what}: {listed(names)}" for what, names in kinds.items() if names]
         if found := gather_texts(texts):
             raise WrongLearning(f"adapter check: {'; '.join(found[:4])}.")
+
+    @torch.no_grad()
+    def set_aside(self) -> None:
+        """Set B to 0, and DoRA's magnitudes to the lengths of the weights' rows."""
+        for weight, parameter in self.learned_map.local():
+            if ".lora_B." in weight.megatron:
+                parameter.zero_()
+        for added in self._sums.values():
+            added.start_magnitudes()
 
     def beside(self) -> tuple[WeightMap, Callable[[Weight, Tensor], Tensor]]:
         """Return the adapters with the values A and scale * B."""
@@ -254,12 +262,10 @@ class Adapters(TrainerPart):
 
     @torch.no_grad()
     def _start_random(self, seed: int) -> None:
-        """Set A to random values of Kaiming's initialisation, and B to 0."""
-        for weight, parameter in self.learned_map.local():
+        """Set A to random values of Kaiming's initialisation."""
+        for weight, _ in self.learned_map.local():
             if ".lora_A." in weight.megatron:
                 self._set(weight, _kaiming(weight, seed))
-            elif ".lora_B." in weight.megatron:
-                parameter.zero_()
 
     def _check_draws(self) -> None:
         """Raise WrongLearning if parts of new matrices A are equal, or a variance is wrong. Collective."""

@@ -33,6 +33,7 @@ from rl.config.rollout import Rollout
 from rl.data.batch import Batch, concatenate, mismatch, pair_up
 from rl.data.prompts import Prompt
 from rl.models.fp8_blocks import quantised
+from rl.objectives.rollout_correction import icepop
 from rl.phases.policy_gradient import policy_loss
 from rl.run.validation_metrics import validation_metrics
 from tests.configs import config_with
@@ -256,12 +257,19 @@ def test_inverted_importance_weights_are_found():
         batch.extra["loss_weights"] = wrong
         with pytest.raises(CheckFailed, match="a token has the importance weight"):
             check_loss_weights(batch, truncated)
-    icepop = RolloutCorrection(icepop_low=0.9, icepop_high=1.005)
+    prefix = RolloutCorrection(icepop_low=0.99, icepop_high=1.005, icepop_level="prefix")
+    given = batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.mask
+    batch.extra["loss_weights"] = icepop(*given, low=0.99, high=1.005, level="prefix")
+    check_loss_weights(batch, prefix)
+    batch.extra["loss_weights"] = icepop(*given, low=0.99, high=1.005)
+    with pytest.raises(CheckFailed, match="a token has the importance weight"):
+        check_loss_weights(batch, prefix)
+    bounds = RolloutCorrection(icepop_low=0.9, icepop_high=1.005)
     batch.extra["loss_weights"] = weights * (weights < 1.005)
-    check_loss_weights(batch, icepop)
+    check_loss_weights(batch, bounds)
     batch.extra["loss_weights"] = weights
     with pytest.raises(CheckFailed, match="a token has the importance weight"):
-        check_loss_weights(batch, icepop)
+        check_loss_weights(batch, bounds)
 
 
 def test_a_gradient_beyond_the_clip_range_is_found(monkeypatch):
@@ -269,6 +277,20 @@ def test_a_gradient_beyond_the_clip_range_is_found(monkeypatch):
     monkeypatch.setattr(torch, "maximum", lambda unclipped, clipped: unclipped)
     with pytest.raises(CheckFailed, match="beyond the clip range 0.8 to 1.2"):
         policy_loss(config).check()
+
+
+@pytest.mark.parametrize("column", ["loss_weights", "sample_weights", "rollout_logprobs"])
+def test_a_column_that_a_loss_does_not_read_is_found(column):
+    config = config_with("objective.loss=ppo", "objective.off_policy_mask=0.05")
+    loss = policy_loss(config)
+
+    def wrong(micro, totals):
+        kept = {name: x for name, x in micro.columns.items() if name != column}
+        return loss.function(replace(micro, columns=kept), totals)
+
+    check_loss("ppo", loss, config)
+    with pytest.raises(CheckFailed, match="off_policy_mask=0.05: the loss ppo differs from its formula"):
+        check_loss("ppo", wrong, config)
 
 
 @pytest.mark.parametrize("name", [name for name in formulas("losses")])

@@ -115,7 +115,14 @@ def test_rejected_tokens_that_count_are_found():
     batch.old_logprobs = torch.tensor([-1.0, -2, -3.5, -4])
     with pytest.raises(CheckFailed, match="1 of 4 tokens count, the first with token-k1=0.5"):
         check_rejections(batch, correction)
-    check_rejections(replace(batch, mask=torch.tensor([1.0, 1, 0, 1])), correction)
+    batch.extra["unrejected_mask"], batch.mask = batch.mask, torch.tensor([1.0, 1, 0, 1])
+    check_rejections(batch, correction)
+    both = replace(correction, reject="token-k1,sample-k1", reject_high=[0.6, 0.1])
+    with pytest.raises(CheckFailed, match="3 of 3 tokens count, the first with sample-k1=0.125"):
+        check_rejections(batch, both)  # the mean over all four tokens is 0.125
+    batch.mask = torch.tensor([0.0, 1, 0, 1])
+    with pytest.raises(CheckFailed, match=r"1 tokens pass .*, but do not count, first token 0 of sample 0"):
+        check_rejections(batch, correction)
 
 
 def test_equal_random_numbers_of_tokens_are_found(monkeypatch):

@@ -129,6 +129,8 @@ def test_the_acc_is_that_of_a_function_and_not_of_a_number_with_such_a_name(tmp_
         batch.scores = torch.tensor([score.values["score"]])
         batch.score_details = {name: torch.tensor([value]) for name, value in score.values.items()}
         assert grades._problem(batch, 0, given, score) == ""
+        other = replace(score, feedback=score.prediction or "another text")
+        assert "answers, or their texts, were exchanged" in grades._problem(batch, 0, given, other)
     score.values["acc"] = 0.0
     assert "has the acc 0.0, but its reward functions gave [1.0, 0.0]" in grades._problem(
         batch, 0, given, score

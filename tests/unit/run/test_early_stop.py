@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from rl.checks.batches import CheckFailed
 from rl.config.options import ConfigError
 from rl.config.sweep import Sweep
 from rl.features.early_stop.early_stop import EarlyStop
@@ -56,6 +57,14 @@ def test_a_decision_is_the_same_after_a_resume():
         for point, value in SCORES.items():
             early.record(point, step, {"critic/score/mean": value * step})
     assert early.reasons.keys() == {1, 2}
+
+
+def test_metrics_lost_before_a_resume_are_found():
+    early = EarlyStop(Sweep(stop="median", first=2), 2)
+    early.remember(1, [{"training/global_step": 1, "critic/score/mean": 0.5}], is_over=False)
+    early.record(0, 3, {"critic/score/mean": 0.5})  # of a run that continues a checkpoint of another one
+    with pytest.raises(CheckFailed, match="of point 1 up to step 1 and of step 3, but none between"):
+        early.record(1, 3, {"critic/score/mean": 0.5})
 
 
 def test_a_decision_before_a_fault_is_made_again():
