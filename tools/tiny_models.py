@@ -259,6 +259,20 @@ BY_CLASS: dict[str, dict] = {
     "Ernie4_5_MoeForCausalLM": dict(
         moe_num_experts=8, moe_k=3, moe_intermediate_size=32, moe_num_shared_experts=1
     ),
+    "PhiForCausalLM": dict(num_key_value_heads=4),
+    # Widths of which vLLM's kernel of experts on a CPU takes none.
+    "Dots1ForCausalLM": dict(
+        hidden_size=80,
+        head_dim=32,
+        n_routed_experts=8,
+        n_group=2,
+        topk_group=1,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        moe_intermediate_size=24,
+        first_k_dense_replace=1,
+        sliding_window=None,
+    ),
 }
 """Models without a file in rl/models, which train as their class in transformers."""
 

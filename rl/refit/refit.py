@@ -146,12 +146,13 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
 
     def sums() -> dict[str, float]:
         # vLLM does not initialise memory that no weight reaches: there may be NaN.
-        return {name: float(tensor.detach().double().nansum()) for name, tensor in held.items()}
+        tensors = {**dict(engine.model.named_buffers()), **held}
+        return {name: float(tensor.detach().double().nansum()) for name, tensor in tensors.items()}
 
     before = sums()
     try:
         engine.load_weights((name, tensor + 1) for name, tensor in values.gathered(group.weights))
-    except (AttributeError, KeyError, ValueError) as error:  # on every rank
+    except (AssertionError, AttributeError, KeyError, ValueError) as error:  # on every rank
         cause = str(error).partition(" The available parameters")[0].rstrip(".")
         names = re.findall(r"'([\w.]+)'", cause)[:1]  # of a weight, or of its module
         of_it = [w.hf[0] for w in group.weights for name in names if name in w.vllm or name in w.hf[0]]
@@ -177,7 +178,7 @@ def _prove_description(engine: RolloutEngine, part: PlannedGroup, buffer_mib: in
         planned = _planned(group, engine, buffer_mib)
     planned.is_new = False
     compared = {weight.vllm for weight in planned.in_place}
-    same = [name for name in before if name not in compared and before[name] == after[name]]
+    same = [name for name in held if name not in compared and before[name] == after[name]]
     if names := sorted(set().union(*gather_objects(same))):
         text = f"vLLM's loader writes {len(names)} parameters, such as {names[0]}, from none of the trainer's"
         raise _mismatch(part, text)
@@ -192,8 +193,8 @@ def check_refit(
 ) -> None:
     """Raise RefitMismatch on every rank if any element of the engine's weights differs from the trainer's.
 
-    Weights that the engine's loader wrote are compared if the engine holds them in the layout's shape.
-    Collective over the world.
+    Weights that the engine's loader wrote are compared if the engine holds them in the layout's shape, and
+    the loader does not change or move them. Collective over the world.
     """
     texts, device = list[str](), engine.device.torch
     for part in _parts(trainer, engine, buffer_mib, adapter):
@@ -208,7 +209,9 @@ def check_refit(
                 f"{planned.in_place[number].hf[0]} on rank {dist.get_rank()} differs from that of rank "
                 f"{source}, but equals that of another training replica: the weights of the replicas differ"
             )
-        comparable = _comparable(engine, held, planned.fallback)
+        moved = _moved.get(values.weight_map, ())
+        same = [weight for weight in planned.fallback if _module(weight.vllm) not in moved]
+        comparable = _comparable(engine, held, same)
         texts += found + gather.differences(values, engine, held, comparable)
     gather.raise_mismatches(texts)
 
@@ -277,7 +280,7 @@ def _parts(
         found = own.groups(engine, *every, staged=staged)
     else:
         found = (
-            WeightGroup(0, values.weight_map.weights, values, held)
+            WeightGroup(0, values.weight_map.weights, values, held | _buffers(engine, values.weight_map))
             for values, held in zip(every, held_by(engine, adapter), strict=True)
             if with_base or values.is_beside
         )
@@ -292,7 +295,15 @@ def _groups_of(engine: RolloutEngine) -> Groups | None:
     return next((part for part in engine.parts if isinstance(part, Groups)), None)
 
 
-def held_by(engine: RolloutEngine, adapter: int = 0) -> list[Mapping[str, Tensor]]:
+def _buffers(engine: RolloutEngine, weight_map: WeightMap) -> dict[str, Tensor]:
+    """Return the weights that vLLM's classes of transformers hold as buffers, such as a router's biases."""
+    if not weight_map.hf.get(by_class.MARK):
+        return {}
+    found = dict(engine.model.named_buffers())
+    return {weight.vllm: found[weight.vllm] for weight in weight_map.weights if weight.vllm in found}
+
+
+def held_by(engine: RolloutEngine, adapter: int = 0) -> list[dict[str, Tensor]]:
     """Return the engine's tensors by vLLM's name: the weights, and an adapter's tensors beside them."""
     weights = engine.weights()
     return [weights] if engine.slots is None else [weights, engine.slots.buffers(adapter)]

@@ -7,11 +7,13 @@ import mmap
 import os
 import socket
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rl.runtime.replacement import replace_attribute
 
@@ -77,7 +79,7 @@ class PackedLinear:
         from vllm import _custom_ops as ops
 
         if not _can_pack(weight.dtype):
-            return torch.nn.functional.linear(x, weight, bias)
+            return functional.linear(x, weight, bias)
         if self._handler is None:
             self._handler = ops.create_onednn_mm(self._layer.weight.t(), 32)
         return ops.onednn_mm(self._handler, x, bias)
@@ -110,13 +112,14 @@ def release_packed_weights(model: torch.nn.Module) -> None:
 def _keep_experts_alive() -> None:
     """Make mixtures of experts compute with their parameters, so that updates of the weights reach them.
 
-    The CPU build packs w13_weight and w2_weight once and computes with the packed copy. Its kernel requires a
-    multiple of 32 channels per rank and expert, which small models do not have.
+    The CPU build packs w13_weight and w2_weight once and computes with the packed copy. Its kernel requires
+    multiples of 32 channels, also of the hidden states, which small models do not have.
     """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as Experts
 
-    replace_attribute(CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None)
-    replace_attribute(CPUUnquantizedExperts, "apply", live_experts)
+    replace_attribute(Experts, "process_weights_after_loading", lambda self, layer: None)
+    replace_attribute(Experts, "apply", live_experts)
+    replace_attribute(Experts, "_supports_grouped_gemm", classmethod(lambda *_: (True, None)))
 
 
 def _choose_from_one_group() -> None:
@@ -155,9 +158,9 @@ def _rotate_heads() -> None:
     replace_attribute(RotaryEmbedding, "forward_cpu", rotate_flat)
 
 
-def _silu(x: Tensor) -> Tensor:
+def _gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     gate, up = x.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    return activation(gate) * up
 
 
 def _swiglu_of_gpt_oss(x: Tensor) -> Tensor:
@@ -165,7 +168,12 @@ def _swiglu_of_gpt_oss(x: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-_ACTIVATIONS = {"silu": _silu, "swigluoai": _swiglu_of_gpt_oss}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": partial(_gated, functional.silu),
+    "gelu": partial(_gated, functional.gelu),
+    "gelu_tanh": partial(_gated, partial(functional.gelu, approximate="tanh")),
+    "swigluoai": _swiglu_of_gpt_oss,
+}
 """vLLM's name of an activation -> function of gate and up [T, 2F]."""
 
 
@@ -196,8 +204,8 @@ def live_experts(
     for expert in own[own >= 0].unique().tolist():
         token, choice = (own == expert).nonzero(as_tuple=True)
         first, second = (None if bias is None else bias[expert] for bias in biases)
-        inner = activate(torch.nn.functional.linear(hidden_states[token], w1[expert], first))
-        out = torch.nn.functional.linear(inner, w2[expert], second)
+        inner = activate(functional.linear(hidden_states[token], w1[expert], first))
+        out = functional.linear(inner, w2[expert], second)
         total.index_add_(0, token, out * topk_weights[token, choice, None].float())
     output.copy_(total)
 
@@ -310,11 +318,11 @@ def multiply_adapters_by_group() -> None:
             inputs, first = x if is_whole else x[rows], 0
             for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices):
                 out = y[:, first : first + width]
-                hidden = torch.nn.functional.linear(inputs, a[slot, 0])
+                hidden = functional.linear(inputs, a[slot, 0])
                 if is_whole:
                     out.addmm_(hidden, b[slot, 0].t(), alpha=scale)
                 else:
-                    out.index_add_(0, rows, torch.nn.functional.linear(hidden, b[slot, 0]), alpha=scale)
+                    out.index_add_(0, rows, functional.linear(hidden, b[slot, 0]), alpha=scale)
                 first += width
 
     replace_attribute(PunicaWrapperCPU, "update_metadata", update_and_group)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rl.config.rollout import Rollout
 from rl.data.prompts import Prompt
-from rl.models import read_hf_config, rope, sizes
+from rl.models import SUPPORTED, read_hf_config, rope, sizes
 from rl.models.layout import Piece, Weight
 from rl.models.placement import RolloutPlacement
 from rl.rollout import cpu_support
@@ -29,7 +29,7 @@ from rl.rollout.samples import Completion, Sample
 from rl.rollout.sampling import Sampling
 from rl.rollout.single_turn import SingleTurn
 from rl.rollout.source import SampleSource
-from rl.rollout.vllm_model import DERIVED, ServedModel, build_llm, derive_weights
+from rl.rollout.vllm_model import DERIVED, ServedModel, build_llm, derive_weights, refusals
 from rl.run_directory.progress import Counter
 from rl.runtime.device import Device
 
@@ -63,6 +63,7 @@ class RolloutEngine:
         self.leads = self.rank_in_replica == 0
         """Whether this rank decides what its replica generates (`rl.rollout.events`)."""
         self.hf = rope.scaled(read_hf_config(model.path), model.rope_scaling)
+        self._path, self._has_stepped = model.path, False
         num_layers, num_experts = self.hf["num_hidden_layers"], sizes.num_experts(self.hf)
         ep = rollout.ep if num_experts else 1
         self.placement = RolloutPlacement(world, self.tp, num_layers, ep=ep, num_experts=num_experts)
@@ -309,9 +310,18 @@ class RolloutEngine:
             if not steps:
                 self.dummy_step()
                 continue
-            for name, completion in calls.step():
+            for name, completion in self._step():
                 has_finished = True
                 self._deliver(source, name, completion)
+
+    def _step(self) -> list[tuple[str, Completion]]:
+        """Take an engine step with requests. Raises ConfigError if vLLM fails in the first one of a class."""
+        if self._has_stepped or not set(self.hf["architectures"]).isdisjoint(SUPPORTED):
+            return self._calls.step()
+        with refusals(self._path, self.hf, self.device):
+            out = self._calls.step()
+        self._has_stepped = True
+        return out
 
     def dummy_step(self) -> None:
         """Take an engine step without requests, together with replicas that have some."""

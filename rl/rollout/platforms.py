@@ -179,8 +179,15 @@ class Cpu(Platform):
         return options
 
     def built(self, engine: "RolloutEngine") -> None:
+        from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+
         from rl.rollout.cpu_sampler import HashedSampler
 
+        if any(isinstance(part, MambaMixer) for part in engine.model.modules()):
+            raise ConfigError(
+                f"architectures={engine.hf['architectures'][0]} in config.json: vLLM's build for CPUs has no "
+                "kernel for states of the first Mamba; use a GPU, or another model."
+            )
         dist.barrier()
         cpu_support.unlink_shared_memory()
         self.cache = cpu_support.KvCache(engine.runner.kv_caches)

@@ -1,21 +1,24 @@
 """Construction of vLLM inside a training process: its options, and the process state that it must keep."""
 
+import functools
 import importlib.util
 import os
 import random
 import sys
+import traceback
 import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from rl.config.options import ConfigError
 from rl.config.rollout import Rollout
-from rl.models import rope
+from rl.models import SUPPORTED, by_class, rope
 from rl.rollout import router
 from rl.runtime.device import Device
 from rl.runtime.replacement import replace_attribute
@@ -81,6 +84,7 @@ def build_llm(
     from vllm import LLM
 
     router.install()
+    _keep_classes_of_transformers()
     register(hf["architectures"])
     if "GptOssForCausalLM" in hf["architectures"]:
         from vllm.model_executor.models import gpt_oss
@@ -92,7 +96,7 @@ def build_llm(
         unquantised = {"quantization_config": None} if hf.get("quantization_config") else {}
         overrides = rope.engine_fields(hf) | unquantised | options.get("hf_overrides", {})
         options = options | {"hf_overrides": overrides}
-    with _process_state_kept(device, rollout):
+    with _process_state_kept(device, rollout), refusals(model.path, hf, device):
         llm = LLM(
             model.path,
             distributed_executor_backend="external_launcher",
@@ -113,7 +117,84 @@ def build_llm(
     if finalizer := getattr(client, "_finalizer", None):
         finalizer.detach()
     _abort_in_order(client)
+    if set(hf["architectures"]).isdisjoint(SUPPORTED):
+        _add_biases_of_head(llm.apply_model(lambda built: built)[0], hf)
     return llm
+
+
+@contextmanager
+def refusals(path: str, hf: dict, device: Device) -> Iterator[None]:
+    """Raise ConfigError for an error of vLLM where it builds the model in `path`, or computes it."""
+    try:
+        yield
+    except Exception as error:
+        frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+        no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if no_memory or frames.isdisjoint(
+            {"create_engine_config", "initialize_model", "execute_dummy_batch"}
+        ):
+            raise
+        cause = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+        remedy = "" if device.is_cuda else "use a GPU, "
+        raise ConfigError(
+            f"architectures={hf['architectures'][0]} in {path}/config.json: vLLM cannot compute it on "
+            f"this device ({cause}); correct config.json, {remedy}or use another model."
+        ) from error
+
+
+@functools.cache
+def _keep_classes_of_transformers() -> None:
+    """Make classes of transformers that vLLM serves itself remain usable outside of its engines.
+
+    vLLM decorates them, after which they cannot be built without an engine's config.
+    """
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.model_executor.models.transformers.base import Base
+
+    decorate = Base._decorate_cls_for_torch_compile
+
+    def decorate_for_engines(self: Base, cls: Any, *args: Any, **options: Any) -> None:
+        own = cls.__init__
+        decorate(self, cls, *args, **options)
+        of_engine = cls.__init__
+
+        @functools.wraps(own)
+        def build(model: Any, *args: Any, **options: Any) -> None:
+            if get_current_vllm_config_or_none() is not None:
+                return of_engine(model, *args, **options)
+            own(model, *args, **options)
+            model.do_not_compile = True
+
+        if of_engine is not own:
+            cls.__init__ = build
+
+    replace_attribute(Base, "_decorate_cls_for_torch_compile", decorate_for_engines)
+
+
+def _add_biases_of_head(model: Any, hf: dict) -> None:
+    """Give the head of a class of transformers its biases, which vLLM adds when it loads them (Phi)."""
+    from vllm.model_executor.models.transformers.causal import CausalMixin
+
+    if isinstance(model, CausalMixin) and by_class.on_meta(hf).get_output_embeddings().bias is not None:
+        _keep_biases_of_heads()
+        head: Any = model.lm_head
+        with torch.device(head.weight.device):
+            head._register_bias()
+        head.bias.data.zero_()
+
+
+@functools.cache
+def _keep_biases_of_heads() -> None:
+    """Make vLLM load the biases of a head into the tensor that is there, not into a new one."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    add = ParallelLMHead._register_bias
+
+    def add_once(head: ParallelLMHead) -> None:
+        if getattr(head, "bias", None) is None:
+            add(head)
+
+    replace_attribute(ParallelLMHead, "_register_bias", add_once)
 
 
 @torch.no_grad()
