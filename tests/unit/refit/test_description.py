@@ -12,16 +12,20 @@ from rl.refit.gather import RefitMismatch
 from tests.checkpoints import tiny_config
 
 PARTS = ["q_proj.weight", "k_proj.weight", "k_proj.bias"]
+ROUTER = "router.bias"
 
 
 class Engine:
-    """Joins the parts of each layer. Memory that no load reaches holds anything, also NaN."""
+    """Joins the parts of each layer, and holds routers' biases in a buffer. Memory that no load reaches holds
+    anything, also NaN."""
 
     device = SimpleNamespace(torch=torch.device("cpu"))
 
     def __init__(self, left_out: tuple[str, ...]) -> None:
         self.left_out, self.num_loads = left_out, 0
         self.held = {f"layers.{layer}.qk": torch.zeros(4) for layer in range(2)}
+        self.model = torch.nn.Module()
+        self.model.register_buffer("biases", torch.zeros(2))
 
     def load_weights(self, weights) -> None:
         self.num_loads += 1
@@ -36,9 +40,11 @@ class Engine:
                 elif name in given:
                     joined[place] = given[name]
             self.held[f"layers.{layer}.qk"].copy_(joined)
+            if ROUTER not in self.left_out and (name := f"layers.{layer}.{ROUTER}") in given:
+                self.model.biases[int(layer)] = given[name]
 
 
-@pytest.mark.parametrize("left_out", [(), ("k_proj.bias",), ("k_proj.weight",)])
+@pytest.mark.parametrize("left_out", [(), ("k_proj.bias",), ("k_proj.weight",), (ROUTER,)])
 def test_a_weight_that_the_engine_leaves_out_is_found(monkeypatch, left_out):
     monkeypatch.setattr(refit, "any_rank", bool)
     monkeypatch.setattr(refit, "gather_objects", lambda own: [own])
@@ -46,7 +52,7 @@ def test_a_weight_that_the_engine_leaves_out_is_found(monkeypatch, left_out):
     weights = [
         SimpleNamespace(hf=(f"layers.{layer}.{part}",), vllm=f"layers.{layer}.{part}", layer=layer)
         for layer in range(2)
-        for part in PARTS
+        for part in (*PARTS, ROUTER)
     ]
     engine = Engine(left_out)
     hf = by_class.described(tiny_config("Olmo2ForCausalLM").to_dict())
