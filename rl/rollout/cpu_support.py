@@ -197,16 +197,18 @@ def live_experts(
     topk_weights, topk_ids: [T, k]. expert_map: with expert parallelism the index in w1 and w2 of each expert
     of the layer, -1 for experts of other ranks; vLLM adds the ranks' outputs.
     """
-    assert not apply_router_weight_on_input
     activate, biases = _ACTIVATIONS[activation.value], (self.w1_bias, self.w2_bias)
     total = torch.zeros(hidden_states.shape, dtype=torch.float32)
     own = topk_ids if expert_map is None else expert_map[topk_ids.long()]
     for expert in own[own >= 0].unique().tolist():
         token, choice = (own == expert).nonzero(as_tuple=True)
         first, second = (None if bias is None else bias[expert] for bias in biases)
-        inner = activate(functional.linear(hidden_states[token], w1[expert], first))
+        rows, factor = hidden_states[token], topk_weights[token, choice, None].float()
+        if apply_router_weight_on_input:  # Llama 4
+            rows, factor = (rows * factor).to(rows.dtype), torch.ones_like(factor)
+        inner = activate(functional.linear(rows, w1[expert], first))
         out = functional.linear(inner, w2[expert], second)
-        total.index_add_(0, token, out * topk_weights[token, choice, None].float())
+        total.index_add_(0, token, out * factor)
     output.copy_(total)
 
 

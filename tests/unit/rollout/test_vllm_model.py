@@ -51,7 +51,8 @@ def test_a_class_that_vllm_decorated_is_built_outside_of_an_engine():
         assert Served(tiny_config("Olmo2ForCausalLM")).do_not_compile
 
 
-def test_experts_of_any_width_are_computed_with_each_activation():
+@pytest.mark.parametrize("on_input", [False, True])
+def test_experts_of_any_width_are_computed_with_each_activation(on_input):
     cpu_support.install()
     narrow = SimpleNamespace(hidden_dim=80, intermediate_size_per_partition=24, activation=None)
     assert CPUUnquantizedExperts._supports_grouped_gemm(narrow) == (True, None)
@@ -67,7 +68,8 @@ def test_experts_of_any_width_are_computed_with_each_activation():
         topk_ids=torch.tensor([[0]]),
         activation=SimpleNamespace(value="gelu_tanh"),
         expert_map=None,
-        apply_router_weight_on_input=False,
+        apply_router_weight_on_input=on_input,
     )
-    gate, up = (x @ w1[0].T).chunk(2, -1)
-    torch.testing.assert_close(found, 0.5 * (gelu(gate, approximate="tanh") * up) @ w2[0].T)
+    before, after = (0.5, 1.0) if on_input else (1.0, 0.5)
+    gate, up = (before * x @ w1[0].T).chunk(2, -1)
+    torch.testing.assert_close(found, after * (gelu(gate, approximate="tanh") * up) @ w2[0].T)
