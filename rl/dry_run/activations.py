@@ -33,7 +33,8 @@ RETAINED = 0.75
 """Freed memory that glibc can neither use for the next micro-batch nor return / activations of a micro-batch
 (0.64 to 0.84 with SmolLM2-135M): small objects are between tensors, and blocks of aligned memory do not fit
 again. The first micro-batches of a phase find none, because freed memory is returned between phases;
-those of its later updates find little (with SmolLM2-135M and two updates 0.03 of the peak)."""
+those of its later updates find little (with SmolLM2-135M and two updates 0.03 of the peak). The same share
+stays of layers that the ranks of a copy gather."""
 LARGE = 32 << 20
 """Bytes from which glibc always maps a block on its own and returns it when it is freed; activations on CPUs
 are smaller, because rows are short there (`rl.models.sizes.cpu_row_tokens`)."""
@@ -122,6 +123,7 @@ def passes_of(
         head = _head(config, layout, model, tokens, itemsize, is_cpu=hardware.is_cpu)
         if predictor is not None and predictor.run.learns and model.run.name == "policy":
             head = max(head, _prediction(config, layout, predictor, tokens, imbalance, itemsize))
+    gathered = 0.0
     if (own_bytes := door(config, "pass_bytes")) is not None:
         found = own_bytes(
             json.dumps(model.hf, sort_keys=True),
@@ -138,7 +140,10 @@ def passes_of(
         saved, working = found or (saved, working)
         if layout.shard > 1:  # the whole head
             head += itemsize * head_rows(layout.tp, model) * hidden
-    retained = RETAINED * saved * in_flight * (hardware.is_cpu and number > in_flight)
+            layers = itemsize * sum(part.elements for part in model.parts if part.weight.layer is not None)
+            # The forward and the backward pass gather every layer.
+            gathered = 2 * layers if layers / model.num_layers < LARGE else 0.0
+    retained = RETAINED * (saved * in_flight * (number > in_flight) + gathered) * hardware.is_cpu
     return Passes(saved * in_flight, retained, working, head, returned)
 
 

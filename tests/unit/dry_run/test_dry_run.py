@@ -139,6 +139,7 @@ class TestHost:
             (1, 1.44, ()),
             (2, 1.29, ()),
             (2, 1.25, ("training.backend=transformers",)),
+            (2, 1.36, ("training.backend=transformers", "training.shard=2")),
             (1, 1.95, ("rollout.cpu_kv_cache_mib=1024",)),  # at the start, which fills the whole cache
         ],
     )
