@@ -2,9 +2,9 @@
 
 A weight w is changed to w + h s and to w - h s. The difference of the two mean log-probs must be the one that
 the gradient of w gives. A second difference, with h / 2, has a quarter of the error, so the distance between
-the two differences is tolerated; along random signs, where steps are large, a third one, with h / 4, must
-differ, too. Errors of all layers reach the norms of a first layer (in a model with
-adapters B, or DoRA's magnitudes).
+the two differences is tolerated. If both disagree with the gradient, a third difference, with h / 4, counts
+instead if it is another one: with few tokens, whose rounding errors are large, h is large. Errors of all
+layers reach the norms of a first layer (in a model with adapters B, or DoRA's magnitudes).
 
 The signs s are those of the gradient, along which a factor shows even in bfloat16, or random, which shows a
 part that the gradient lacks. In one more direction a weight of each kind is scaled by an amount for which its
@@ -198,8 +198,10 @@ class SlopeCheck:
             slope = measured(0.5)
             if along == RANDOM or self._is_wrong([slope]):  # curvature may explain it
                 slope = slope._replace(coarse=change(1.0)[0])
-            if along == RANDOM and self._is_wrong([slope]):  # two large steps may bend in the same way
-                slope = measured(0.25, slope.fine)
+            if self._is_wrong([slope]):  # both steps may be too large, with equal changes by chance
+                finer = measured(0.25, slope.fine)
+                if abs(finer.fine - slope.fine) > 3 * finer.error:
+                    slope = finer
             return slope
 
         for direction in self._left[:number]:
