@@ -130,9 +130,7 @@ def refusals(path: str, hf: dict, device: Device) -> Iterator[None]:
     except Exception as error:
         frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
         no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if no_memory or frames.isdisjoint(
-            {"create_engine_config", "initialize_model", "execute_dummy_batch"}
-        ):
+        if no_memory or frames.isdisjoint({"create_engine_config", "initialize_model", "execute_model"}):
             raise
         cause = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
         remedy = "" if device.is_cuda else "use a GPU, "
@@ -144,9 +142,9 @@ def refusals(path: str, hf: dict, device: Device) -> Iterator[None]:
 
 @functools.cache
 def _keep_classes_of_transformers() -> None:
-    """Make classes of transformers that vLLM serves itself remain usable outside of its engines.
+    """Let classes of transformers that vLLM serves itself be built outside of its engines, for their weights.
 
-    vLLM decorates them, after which they cannot be built without an engine's config.
+    vLLM decorates them, after which building one requires an engine's config. They compute otherwise, too.
     """
     from vllm.config import get_current_vllm_config_or_none
     from vllm.model_executor.models.transformers.base import Base

@@ -35,6 +35,8 @@ CASES = {
     "NemotronHForCausalLM": (),
     "Zamba2ForCausalLM": ("training.recompute=full",),
     "Ernie4_5_MoeForCausalLM": (),
+    "PhiForCausalLM": (),
+    "Dots1ForCausalLM": (DIVIDED,),
 }
 """Family -> settings, besides GRPO on two ranks; each rank holds all weights unless they are DIVIDED."""
 

@@ -24,8 +24,6 @@ CASES = {
     "states": ("NemotronHForCausalLM", False, 1),
     "windows in half of the layers": ("Cohere2ForCausalLM", True, 1),
     "an engine with tensor parallelism": ("Gemma2ForCausalLM", True, 2),
-    "a head with biases, in vLLM too": ("PhiForCausalLM", False, 2),
-    "groups of narrow experts": ("Dots1ForCausalLM", False, 1),
 }
 
 

@@ -17,15 +17,17 @@ from tests.checkpoints import tiny_config
 MODEL = "DIR", {"architectures": ["Lfm2ForCausalLM"]}, Device(torch.device("cpu"), "gloo")
 
 
-def test_an_error_while_vllm_builds_the_layers_is_a_refusal():
+def test_an_error_of_vllms_code_of_a_model_is_a_refusal():
     def initialize_model():
         raise AttributeError("'Lfm2Config' object has no attribute 'conv_dim'.")
 
-    text = (
-        "architectures=Lfm2ForCausalLM in DIR/config.json: .*'conv_dim'.; .*use a GPU, or use another model"
-    )
-    with pytest.raises(ConfigError, match=text), vllm_model.refusals(*MODEL):
-        initialize_model()
+    def execute_model():
+        raise ValueError("too many values: 'conv_dim'")
+
+    text = "architectures=Lfm2ForCausalLM in DIR/config.json: .*'conv_dim'.; .*use a GPU, or use another "
+    for of_model in (initialize_model, execute_model):
+        with pytest.raises(ConfigError, match=text), vllm_model.refusals(*MODEL):
+            of_model()
 
 
 def test_missing_memory_and_errors_elsewhere_stay_as_they_are():
