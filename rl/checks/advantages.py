@@ -198,11 +198,12 @@ def _check_reward(numbers: _Numbers, sample: int, config: Config, *, coef: float
     """Raise CheckFailed unless a reward is the score minus the penalties. coef: of the KL penalty."""
     samples, penalty, reward = numbers.samples, config.objective.reward_kl, config.reward
     score = float(samples.column("scores")[sample])
-    expected, slack = score, abs(score)
+    expected, slack, penalties = score, abs(score), "the penalties"
     if buffer := reward.overlong_buffer_tokens:
         excess = int(samples.sampled_lengths[sample]) - (config.rollout.max_response_tokens - buffer)
         expected -= reward.overlong_penalty * min(max(excess / buffer, 0.0), 1.0)
         slack += reward.overlong_penalty
+        penalties += f" (overlong: {int(samples.sampled_lengths[sample])} sampled tokens)"
     if coef and samples.token_rewards is not None:
         if (divergence := _KL.get(penalty.estimator.rstrip("+"))) is None:
             return
@@ -213,7 +214,7 @@ def _check_reward(numbers: _Numbers, sample: int, config: Config, *, coef: float
     found = {"reward": numbers.rewards[sample]}
     if samples.token_rewards is not None and numbers.size(sample):
         found["sum of token rewards"] = numbers.tokens("token_rewards", sample).sum()
-    slack, source = ROUNDING * max(slack, 1e-3), f"its score {score:.6g} with the penalties makes"
+    slack, source = ROUNDING * max(slack, 1e-3), f"its score {score:.6g} with {penalties} makes"
     for what, value in found.items():
         name = f"reward check: {place(samples, sample)} has the {what}"
         expect(name, value, source, expected, slack=slack)

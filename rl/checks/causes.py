@@ -21,6 +21,8 @@ LARGEST = 10**9
 """Number of parameters up to which a pass has a copy of the weights with the adapter."""
 VANISHED = 2.0
 """Factor by which a change must reduce the mean difference to be named as the cause."""
+UNSHARED, ALONE = "that shares no prompts", "with each sample alone"
+"""Changes of a pass that must not change the trainer's log-probs."""
 
 
 def cause_of(
@@ -47,7 +49,7 @@ def cause_of(
 
     plan = max(_parts(model, plans), key=lambda part: gap(old, compared_tokens(part, batch, counted)))
     few = compared_tokens(plan, batch, counted)
-    before, tried = gap(old, few), list[tuple[float, str]]()
+    before, tried, changed = gap(old, few), list[tuple[float, str]](), dict[str, float]()
     for text, logprobs, among in _rearranged(batch, old, few):
         if (after := gap(logprobs, among)) <= limit:
             return f"{text}, the difference is {after:.2g} instead of {before:.2g}."
@@ -59,9 +61,15 @@ def cause_of(
         # The only update of a step may have moved the weights since `old`; then equal passes differ, too.
         moved = gap(old + found - first, few) if found is not first else before
         tried.append((min(gap(found, few), moved), text))
+        if text in (UNSHARED, ALONE):
+            changed[text] = float((found - first)[few].abs().double().mean())
+    ranks = f" (ranks that share a sample: {sharing})" if (sharing := model.grid.sharing) else ""
     after, text = min(tried)
     if after <= max(limit, before / VANISHED):
-        return f"In a pass {text}, the difference is {after:.2g} instead of {before:.2g}."
+        return f"In a pass {text}{ranks}, the difference is {after:.2g} instead of {before:.2g}."
+    for text, own in changed.items():  # the update may have moved the weights, away from the engine's
+        if own > limit:
+            return f"A pass {text}{ranks} changes the trainer's log-probs by {own:.2g}, but must not."
     holds = (segment_sum(few.double(), batch.lengths) > 0).repeat_interleave(batch.lengths)
     versions, causes = batch.weight_versions, "the engine has a cache or copies of older weights"
     if versions is not None and bool((versions[holds] < versions[few].max()).any()):
@@ -69,7 +77,7 @@ def cause_of(
     causes += ", or other functions"
     if engine_tp > 1:
         causes += f", or its ranks (rollout.tp={engine_tp}) hold wrong parts of weights, such as key heads"
-    if sharing := model.grid.sharing:
+    if sharing:
         causes += f", or ranks that share a sample ({sharing}) communicate wrongly"
     return f"The difference remains in a pass {', '.join(text for _, text in tried)}: {causes}."
 
@@ -106,8 +114,8 @@ def _changes(
         plain = replace(batch, held={}, rollout_logprobs=None)
         yield f"without the engine's {' and '.join(sorted(batch.held))}", lambda: run(plain)
     if model.shares_prompts:
-        yield "that shares no prompts", lambda: run(shares_prompts=False)
-    yield "with each sample alone", lambda: run(plan=_alone(plan, model.grid.micro_batch_multiple))
+        yield UNSHARED, lambda: run(shares_prompts=False)
+    yield ALONE, lambda: run(plan=_alone(plan, model.grid.micro_batch_multiple))
     if model.spec.temperature != 1:
         yield "at temperature 1", lambda: run(spec=replace(model.spec, temperature=1.0))
     if model.has_frozen_weights:
