@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rl.checks.batches import CheckFailed
 from rl.checks.few_samples import random_output
 from rl.data.batch import Batch
+from rl.rollout.router import is_coarse, probe
 from rl.runtime.collectives import gather_texts
 from rl.runtime.names import listed
 from rl.training.engine import TrainingEngine
@@ -22,8 +23,6 @@ from rl.training.model import Packed
 
 NUM_VALUES = 4
 """Number of values that are no powers of two, below which lower bits of 0 may be chance (2^-16 each)."""
-SCORE_ERROR = 2.0**-12
-"""Maximum error of a router's scores, relative to the largest. Rounding to bfloat16 gives 2^-9."""
 NUM_UNEQUAL = 0.1
 """Share of the results of a norm that may differ from the rounded result of float64."""
 
@@ -48,12 +47,9 @@ def check_columns(batch: Batch) -> None:
 @torch.no_grad()
 def _is_coarse(module: ZeroCenteredNorm | TopKRouter) -> bool:
     """Return whether a norm rounds more than its result, or a router the scores of its experts."""
-    weight, width = module.weight.double(), module.weight.shape[-1]
-    x = torch.linspace(-2, 2, 8 * width, dtype=torch.float64).sin().view(8, 1, width).to(module.weight)
+    x, weight = probe(module.weight)[:, None], module.weight.double()
     if isinstance(module, TopKRouter):
-        exact = x.double() @ weight.T + (0.0 if module.bias is None else module.bias.double())
-        error = (module.gating(x) - exact).abs().max() / exact.abs().max()
-        return float(error) > SCORE_ERROR
+        return is_coarse(module.gating(x), x, module.weight, module.bias)
     scale = (x.double().square().mean(-1, keepdim=True) + (module.eps or 0.0)).rsqrt()
     exact = (x.double() * scale * (1 + weight)).to(x.dtype)
     return x.dtype is torch.bfloat16 and float((module(x) != exact).double().mean()) > NUM_UNEQUAL

@@ -27,6 +27,10 @@ class SecondPass:
         self._output = "values" if model.spec.has_values else "logprobs"
         self._model, self._limit = model, slack * rounding_limit(weights.hf, weights.dtype)
         self._routes = count_experts(weights.weights) > 0
+        self.cause = (
+            "of other tokens, rows or sums of the head, at another temperature, seeing other samples, or a "
+            "pass is random"
+        )
         self.sample: int | None = None
         """Index in its batch of the sample that was computed alone."""
         self._alone: tuple[int, Tensor] | None = None
@@ -71,9 +75,8 @@ class SecondPass:
         if gap > 1:
             raise LogprobMismatch(
                 f"reference check: {place(batch, sample)} has {self._output} of {self._name} that differ by "
-                f"{gap:.2g} times the bound of rounding from those of a pass with this sample alone: of "
-                "other tokens, rows or sums of the head, at another temperature, seeing other samples, or "
-                "a pass is random."
+                f"{gap:.2g} times the bound of rounding from those of a pass with this sample alone: "
+                f"{self.cause}."
             )
 
 

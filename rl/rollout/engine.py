@@ -18,7 +18,7 @@ from rl.data.prompts import Prompt
 from rl.models import SUPPORTED, read_hf_config, rope, sizes
 from rl.models.layout import Piece, Weight
 from rl.models.placement import RolloutPlacement
-from rl.rollout import cpu_support
+from rl.rollout import cpu_support, router
 from rl.rollout.calls import Calls
 from rl.rollout.events import INTERVAL, Abort, Add, Done, Event, EventLog, Source, Waiting, Weights
 from rl.rollout.parts import EnginePart, WeightSlots
@@ -80,6 +80,7 @@ class RolloutEngine:
             options |= part.options(self)
         self.llm = build_llm(model, self.hf, rollout, seed=seed, device=device, options=options)
         self.model = self.llm.apply_model(lambda model: model)[0]
+        router.check(self.model)
         self.runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         client: Any = self.llm.llm_engine.engine_core  # the class that vLLM names declares no core
         self.scheduler = client.engine_core.scheduler

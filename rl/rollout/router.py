@@ -4,7 +4,42 @@ import functools
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+SCORE_ERROR = 2.0**-12
+"""Maximum error of a router's scores, relative to the largest. Rounding to bfloat16 gives 2^-9."""
+
+
+class CoarseRouter(RuntimeError):
+    """Raised if a router of an engine rounds its scores to the model's dtype."""
+
+
+def probe(weight: Tensor) -> Tensor:
+    """Return hidden states [8, H] in the dtype of a weight [..., H]."""
+    x = torch.linspace(-2, 2, 8 * weight.shape[-1], dtype=torch.float64).sin()
+    return x.view(8, -1).to(weight)
+
+
+def is_coarse(scores: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether a router's scores [..., experts] of x [..., H] have a larger error than SCORE_ERROR."""
+    exact = x.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    return float((scores - exact).abs().max() / exact.abs().max()) > SCORE_ERROR
+
+
+@torch.no_grad()
+def check(model: Module) -> None:
+    """Raise CoarseRouter if a router of vLLM's model returns rounded scores. FP8 is not checked."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    gates: list[Any] = [module for module in model.modules() if isinstance(module, GateLinear)]
+    for gate in (gate for gate in gates if gate.is_unquantized):
+        found = gate(x := probe(gate.weight))
+        if is_coarse(found[0] if isinstance(found, tuple) else found, x, gate.weight, gate.bias):
+            raise CoarseRouter(
+                "precision check: the scores of the routers of the engine must be float32, as in the "
+                "trainer, but were rounded to its dtype, so that some tokens get other experts."
+            )
 
 
 @functools.cache

@@ -168,6 +168,13 @@ def router_in_another_dtype(bug: Bug, gating, self, hidden):
     return gating(self, hidden.bfloat16().to(hidden))
 
 
+@exhibit("vllm-project/vllm#14027", model="qwen3-moe", overrides=(HALF,), at=0)
+@caught_by("precision", r"CoarseRouter: precision check: the scores of the routers of the engine")
+@replaces("rl.rollout.router.install")
+def router_of_the_engine_in_bfloat16(bug: Bug, install):
+    """The engine rounded the scores of its routers and chose other experts for some tokens."""
+
+
 @exhibit("vllm-project/vllm#15895", ranks=2, overrides=("rollout.tp=2", "rollout.max_response_tokens=1"))
 @caught_by(
     "event log of a replica", r"Disagreement: ranks disagree on the event log .*rank 1 generated other tokens"

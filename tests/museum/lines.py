@@ -58,6 +58,7 @@ AUDITS: dict[str, tuple[str, ...]] = {
     "rl/refit/refit.py": ("check_refit", "check_weights", "what_is_equal", "_comparable"),
     "rl/rollout/calls.py": ("Live.check_versions",),
     "rl/rollout/batches.py": ("SamplesDiffer", "_check_numbers", "_check_digests"),
+    "rl/rollout/router.py": ("SCORE_ERROR", "CoarseRouter", "probe", "is_coarse", "check"),
     "rl/runtime/collectives.py": ("gather_texts",),
     "rl/runtime/names.py": (),
     "rl/training/audit.py": (),

@@ -486,6 +486,25 @@ def top_k_of_the_teacher_at_temperature_1(bug: Bug, top_k, hidden, weight, softm
     return top_k(hidden, weight, replace(softmax, temperature=1.0), k)
 
 
+@exhibit(
+    "redai-studio/Relax#287",
+    overrides=(
+        "algorithm=distill",
+        *UNSCORED,
+        "teacher.self_taught=initial",
+        "teacher.template={prompt}{ground_truth}",
+        "teacher.max_prompt_tokens=24",
+    ),
+)
+@caught_by(
+    "passes of other models", r"LogprobMismatch: reference check: .* changed between that pass and the"
+)
+@replaces("rl.features.teachers.teaching.head_rows")
+def head_of_the_teacher_overwritten(bug: Bug, head_rows, weight, wanted, group):
+    """The teacher's memory was used for other tensors before the policy learned from the teacher."""
+    return weight.detach()
+
+
 @exhibit("huggingface/trl#1911", overrides=LABELS)
 @caught_by(
     TOKENS, r"CheckFailed: loss check: sample \d+ .*has no response to another prompt of its mini-batch"

@@ -214,6 +214,8 @@ class Targets:
     """`teacher.top_k`; 0: the divergence is over the whole vocabulary."""
     heads: list[Tensor] = field(default_factory=list)
     """Whole vocabulary: the rank's rows of each teacher's head, on the device."""
+    checks: list[Callable[[], None]] = field(default_factory=list)
+    """Functions that compare one sample of each teacher again. Collective over the world."""
     rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """Sample -> hidden states [R_i, H], on the host; with top_k, ids [R_i, k] and log-probs [R_i, k + 1]."""
 
@@ -269,6 +271,8 @@ class TeacherTargets(TrainerPart):
             micro.extras = micro.extras.plus(self.given[1].of(micro.samples, micro.tokens.device))
 
     def metrics(self) -> dict[str, float]:
+        for check in () if self.given is None else self.given[1].checks:
+            check()
         self.given = None
         return {}
 

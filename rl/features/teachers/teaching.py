@@ -119,7 +119,10 @@ class Teaching:
                         wanted, group = len(policy.chunks[-1].head_weight), policy.grid.groups.tp
                         targets.heads.append(head_rows(model.chunks[-1].head_weight, wanted, group))
                     second = self._second(model, read, plan, policy.chunks[-1].real_vocab_size)
-                self._check_targets(targets, number, model, second, read)
+                check = partial(self._check_targets, targets, number, model, second, read)
+                check()
+                second.cause = "they changed between that pass and the end of the update"
+                targets.checks.append(check)
                 if not goal.top_k:
                     for sample in samples_of(plan):
                         teachers[sample] = number
