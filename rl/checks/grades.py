@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl.checks.batches import CheckFailed, place
 from rl.checks.few_samples import some
+from rl.checks.known_grades import check_known_grades
 from rl.config.reward_sources import Component, RewardPlan
 from rl.config.schema import Config, Data
 from rl.data.batch import Batch
@@ -71,6 +72,8 @@ class Grades:
         self._arguments = Arguments(config.data, tokenizer, kept)
         self.answers: dict[int, tuple[dict, Score]] = {}
         """This rank's sample -> the arguments that were sent for it, and the answer."""
+        if plan is not None:
+            check_known_grades(plan)
 
     def check(self, batch: Batch, found: Sequence[str | None] | None = None) -> None:
         """Raise CheckFailed unless the batch has the workers' scores, for the samples' own arguments.

@@ -321,3 +321,11 @@ def accuracy_of_the_last_function(bug: Bug, combine, *args):
     found = combine(*args)
     last = [value for name, value in found.values.items() if name.endswith("/acc")][-1]
     return replace(found, values=found.values | {"acc": last})
+
+
+@exhibit("pytorch/rl#3542", overrides=("reward.function=rl.rewards.exact:score",), at=0)
+@caught_by(SCORES, r"CheckFailed: score check: reward.function=\S+ gives '70' the score 1 for the ground")
+@replaces("rl.rewards.exact.score")
+def answer_that_contains_the_truth(bug: Bug, score, prompt, response, ground_truth, **options):
+    """An answer was right if it had the ground truth somewhere in it."""
+    return {**score(prompt, response, ground_truth, **options), "score": float(ground_truth in response)}
