@@ -16,7 +16,7 @@ def bytes_held(model) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def printing_run(config, ranks, device):
+def printing_run(*args):
     from rl.engines.memory import MemorySharing
 
     to_generation = MemorySharing.to_generation
@@ -27,7 +27,7 @@ def printing_run(config, ranks, device):
         return metrics
 
     MemorySharing.to_generation = and_print
-    run(config, ranks, device)
+    run(*args)
 
 
 if __name__ == "__main__":
