@@ -360,8 +360,11 @@ def _sums_so_far(x: Tensor, batch: Batch) -> Tensor:
     return sums[1:] - sums[batch.offsets[:-1]].repeat_interleave(batch.lengths)
 
 
-def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
-    """Raise CheckFailed unless exactly the tokens count that pass each criterion of `reject`."""
+def check_rejections(batch: Batch, correction: RolloutCorrection, *, loses_nothing: bool = True) -> None:
+    """Raise CheckFailed unless the tokens that count pass each criterion of `reject`.
+
+    loses_nothing: whether all tokens that pass must count; your own algorithm may leave out some.
+    """
     if batch.rollout_logprobs is None or not correction.rejections:
         return
     if batch.old_logprobs is None:
@@ -370,6 +373,7 @@ def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
             f"rejection check: the update begins without old_logprobs for rollout_correction.reject={reject}."
         )
     counted, ratio = batch.mask > 0, batch.rollout_logprobs - batch.old_logprobs
+    ratio = ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     before = passes = batch.extra.get("unrejected_mask", batch.mask) > 0
     statistics = {"k1": ratio, "k2": ratio.square() / 2, "k3": torch.expm1(-ratio) + ratio}
     for criterion in correction.rejections:
@@ -386,7 +390,7 @@ def check_rejections(batch: Batch, correction: RolloutCorrection) -> None:
                 f"{criterion.name}={float(found[wrong][0]):.4g}, outside of the bounds {criterion.low:g} to "
                 f"{criterion.high:g} of rollout_correction.reject."
             )
-    if (lost := passes & ~counted).any():
+    if loses_nothing and (lost := passes & ~counted).any():
         raise CheckFailed(
             f"rejection check: {int(lost.sum())} tokens pass rollout_correction.reject={correction.reject}, "
             f"but do not count, first {token_place(batch, int(lost.nonzero()[0]))}."

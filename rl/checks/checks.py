@@ -175,7 +175,8 @@ class Checks:
         """
         batches.check_digests(batch)
         check_columns(batch)
-        batches.check_rejections(batch, self._config.rollout_correction)
+        is_shipped = self._config.algorithm in shipped()
+        batches.check_rejections(batch, self._config.rollout_correction, loses_nothing=is_shipped)
         check_coverage(batch, plans)
         self._check_rate(name, model, lr, step)
         columns = {"policy": batch.ref_logprobs, "implicit_reward": batch.extra.get("implicit_ref_logprobs")}

@@ -75,7 +75,9 @@ class Scorer:
         """Whether a reward model or a judge scores. If so, the policy's engine sleeps during the scoring."""
         return self.model is not None or self.judge is not None
 
-    def score(self, batch: Batch, *, predictions: bool) -> tuple[dict[str, Tensor], list[str | None] | None]:
+    def score(
+        self, batch: Batch, *, predictions: bool, is_validation: bool
+    ) -> tuple[dict[str, Tensor], list[str | None] | None]:
         """Return the scores as columns float32 [N] and, if `predictions`, the answer found in each response.
 
         The columns are `score`, `failed` (0 or 1) and the other numbers that the reward function returns. An
@@ -85,7 +87,8 @@ class Scorer:
         over the world.
         """
         if batch.trajectories is not None:
-            columns, answers = self.score(whole := batch.merge_rows(), predictions=predictions)
+            whole = batch.merge_rows()
+            columns, answers = self.score(whole, predictions=predictions, is_validation=is_validation)
             place = batch.of_trajectories(torch.arange(len(whole)))
             answers = answers and [answers[i] for i in place.tolist()]
             batch.feedback = whole.feedback and [whole.feedback[i] for i in place.tolist()]
@@ -129,7 +132,7 @@ class Scorer:
         broken = ~columns["score"].isfinite()  # NaN of a reward model, or a sum that float32 cannot hold
         failed = (columns["failed"] > 0) | broken
         columns["failed"] = failed.float()
-        self._count_failures(failed[called], predictions)
+        self._count_failures(failed[called], is_validation)
         self.pool.log_failures()
         columns["score"] = columns["score"].masked_fill(failed, self.config.failure_score)
         if "acc" in columns:  # a failed sample counts as wrong
@@ -149,7 +152,7 @@ class Scorer:
 
     def _count_failures(self, failed: Tensor, is_validation: bool) -> None:
         """Count failures. Raise ConfigError if every call of the first batch failed, because all scores would
-        be equal, or later more of them than `reward.max_failed_share`.
+        be equal, or more of the last ENOUGH training samples than `reward.max_failed_share`.
 
         failed: bool, one element per sample that a function, a model or a judge scored. Collective over the
         world.

@@ -47,7 +47,9 @@ class Scoring:
         if self._scorer.has_models:
             self._memory.to_training()
         with self._step.phase("score", timing=timing, batch=batch.hashes()):
-            columns, answers = self._scorer.score(batch, predictions=predictions)
+            columns, answers = self._scorer.score(
+                batch, predictions=predictions, is_validation=timing == "testing"
+            )
         batch.scores = columns.pop("score")
         batch.rewards = batch.scores.clone()
         batch.score_details = columns

@@ -80,7 +80,8 @@ class RolloutEngine:
             options |= part.options(self)
         self.llm = build_llm(model, self.hf, rollout, seed=seed, device=device, options=options)
         self.model = self.llm.apply_model(lambda model: model)[0]
-        router.check(self.model)
+        if not model.frozen:  # nothing is compared with a model that only generates
+            router.check(self.model)
         self.runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         client: Any = self.llm.llm_engine.engine_core  # the class that vLLM names declares no core
         self.scheduler = client.engine_core.scheduler

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import random
+import re
 import sys
 import traceback
 import types
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from rl.config.options import ConfigError
 from rl.config.rollout import Rollout
+from rl.faults.fault_board import may_be_secondary
 from rl.models import SUPPORTED, by_class, rope
 from rl.rollout import router
 from rl.runtime.device import Device
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.v1.engine.core_client import EngineCoreClient
 
+OF_MACHINE = re.compile("allocate memory|out of memory|CUDA error|No space left", re.IGNORECASE)
+"""Pattern in the message of an error that no other model would avoid."""
 DERIVED = ("W_UV", "W_UK_T")
 """Last parts of the names of weights that vLLM derives from kv_b_proj.weight of latent attention."""
 
@@ -117,7 +121,7 @@ def build_llm(
     if finalizer := getattr(client, "_finalizer", None):
         finalizer.detach()
     _abort_in_order(client)
-    if set(hf["architectures"]).isdisjoint(SUPPORTED):
+    if not model.frozen and set(hf["architectures"]).isdisjoint(SUPPORTED):  # refits write them
         _add_biases_of_head(llm.apply_model(lambda built: built)[0], hf)
     return llm
 
@@ -129,8 +133,12 @@ def refusals(path: str, hf: dict, device: Device) -> Iterator[None]:
         yield
     except Exception as error:
         frames = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-        no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
-        if no_memory or frames.isdisjoint({"create_engine_config", "initialize_model", "execute_model"}):
+        of_machine = isinstance(error, MemoryError | torch.OutOfMemoryError) or OF_MACHINE.search(str(error))
+        if (
+            of_machine
+            or may_be_secondary(error)
+            or frames.isdisjoint({"create_engine_config", "initialize_model", "execute_model"})
+        ):
             raise
         cause = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
         remedy = "" if device.is_cuda else "use a GPU, "

@@ -151,6 +151,8 @@ def _open(
     step = found[0].step if found[0] is not None else 0
     is_over = ended_early or is_complete(config, found[0])
     kept = [record for record in records if ended_early or record["training/global_step"] <= step]
+    if step and found[0] is not None and all(record["training/global_step"] != step for record in kept):
+        kept.append({"training/global_step": step, **found[0].metrics})  # killed before it was logged
     survivors.remember(number, kept, is_over=is_over)
     total.steps[number] = dict(max_steps=config.run.max_steps, step=step, checkpoint_step=step)
     if is_over:
