@@ -2,8 +2,8 @@
 
 A weight w is changed to w + h s and to w - h s. The difference of the two mean log-probs must be the one that
 the gradient of w gives. A second difference, with h / 2, has a quarter of the error, so the distance between
-the two differences is tolerated. If both disagree with the gradient, a third difference, with h / 4, counts
-instead if it is another one: with few tokens, whose rounding errors are large, h is large. Errors of all
+the two differences is tolerated. If both disagree with the gradient, differences with h / 4, h / 8, ... count
+instead until rounding dominates: with few tokens, whose rounding errors are large, h is large. Errors of all
 layers reach the norms of a first layer (in a model with adapters B, or DoRA's magnitudes).
 
 The signs s are those of the gradient, along which a factor shows even in bfloat16, or random, which shows a
@@ -53,6 +53,9 @@ TOLERANCE = {torch.float32: (0.01, 0.05), torch.bfloat16: (0.12, 0.25)}
 """Maximum relative distance of measured and expected changes: along the gradient's signs, and random ones."""
 NONLINEAR = 0.25
 """Maximum relative distance of the changes with h and with h / 2, above which nothing is compared."""
+CLEAR = 20
+"""Number of standard errors that a disagreement needs for smaller steps to be tried. Functions with kinks,
+such as clamps, have equal changes with two steps by chance."""
 GAP = 0.1
 """Difference of log-probs that rounding causes in right runs, as a share of its bound (`rounding_limit`)."""
 INDEPENDENT = 256
@@ -198,10 +201,13 @@ class SlopeCheck:
             slope = measured(0.5)
             if along == RANDOM or self._is_wrong([slope]):  # curvature may explain it
                 slope = slope._replace(coarse=change(1.0)[0])
-            if self._is_wrong([slope]):  # both steps may be too large, with equal changes by chance
-                finer = measured(0.25, slope.fine)
-                if abs(finer.fine - slope.fine) > 3 * finer.error:
-                    slope = finer
+            half = 0.5
+            while self._is_wrong([slope]):  # steps may be too large, with equal changes by chance
+                finer = measured(half := half / 2, slope.fine)
+                is_equal = abs(finer.fine - slope.fine) <= 3 * finer.error
+                if is_equal and CLEAR * finer.error > abs(slope.fine - slope.expected):
+                    break  # an even smaller step would show only rounding
+                slope = finer
             return slope
 
         for direction in self._left[:number]:
@@ -279,7 +285,8 @@ class SlopeCheck:
     def _compare(self, count: float) -> None:
         """Compare all changes that were measured so far. count: see `_measure`."""
         groups = [[slope] for slope in self._slopes if slope.along != RANDOM]
-        for group in [*groups, [slope for slope in self._slopes if slope.along == RANDOM]]:
+        linear = [s for s in self._slopes if abs(s.coarse - s.fine) <= NONLINEAR * abs(s.fine)]
+        for group in [*groups, [slope for slope in linear if slope.along == RANDOM]]:
             if self._is_wrong(group):
                 names = ", ".join(dict.fromkeys(slope.names for slope in group))
                 found = ", ".join(f"{slope.fine:.3g}" for slope in group)
