@@ -205,8 +205,9 @@ class SlopeCheck:
             while self._is_wrong([slope]):  # steps may be too large, with equal changes by chance
                 finer = measured(half := half / 2, slope.fine)
                 is_equal = abs(finer.fine - slope.fine) <= 3 * finer.error
-                if is_equal and CLEAR * finer.error > abs(slope.fine - slope.expected):
-                    break  # an even smaller step would show only rounding
+                is_last = CLEAR * finer.error > abs(slope.fine - slope.expected)
+                if is_equal and is_last or not finer.expected:
+                    break  # an even smaller step would show only rounding, or change no weight
                 slope = finer
             return slope
 
