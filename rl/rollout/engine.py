@@ -320,7 +320,7 @@ class RolloutEngine:
         """Take an engine step with requests. Raises ConfigError if vLLM fails in the first one of a class."""
         if self._has_stepped or not set(self.hf["architectures"]).isdisjoint(SUPPORTED):
             return self._calls.step()
-        with refusals(self._path, self.hf, self.device):
+        with refusals(self._path, self.hf):
             out = self._calls.step()
         self._has_stepped = True
         return out

@@ -100,7 +100,7 @@ def build_llm(
         unquantised = {"quantization_config": None} if hf.get("quantization_config") else {}
         overrides = rope.engine_fields(hf) | unquantised | options.get("hf_overrides", {})
         options = options | {"hf_overrides": overrides}
-    with _process_state_kept(device, rollout), refusals(model.path, hf, device):
+    with _process_state_kept(device, rollout), refusals(model.path, hf):
         llm = LLM(
             model.path,
             distributed_executor_backend="external_launcher",
@@ -127,7 +127,7 @@ def build_llm(
 
 
 @contextmanager
-def refusals(path: str, hf: dict, device: Device) -> Iterator[None]:
+def refusals(path: str, hf: dict) -> Iterator[None]:
     """Raise ConfigError for an error of vLLM where it builds the model in `path`, or computes it."""
     try:
         yield
@@ -141,10 +141,9 @@ def refusals(path: str, hf: dict, device: Device) -> Iterator[None]:
         ):
             raise
         cause = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
-        remedy = "" if device.is_cuda else "use a GPU, "
         raise ConfigError(
             f"architectures={hf['architectures'][0]} in {path}/config.json: vLLM cannot compute it on "
-            f"this device ({cause}); correct config.json, {remedy}or use another model."
+            f"this device ({cause}); correct config.json, or use another device or model."
         ) from error
 
 
