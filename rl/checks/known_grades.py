@@ -37,7 +37,7 @@ KNOWN: dict[str, list[tuple[str, Any, float]]] = {
     ],
     "format": [(BOTH, "8", 1), (BOTH + "7", "7", 0), ("<answer>7</answer>", "7", 0), (2 * BOTH, "7", 0)],
 }
-"""Module of `rl.rewards` -> responses, ground truths and scores, without kwargs but math's symbolic=False."""
+"""Module of `rl.rewards` -> responses, ground truths, and scores without kwargs (math: symbolic=False)."""
 
 
 def check_known_grades(plan: RewardPlan) -> None:
@@ -45,8 +45,10 @@ def check_known_grades(plan: RewardPlan) -> None:
     for function in {each.function for parts in (plan.default, *plan.sources.values()) for each in parts}:
         module = function.removeprefix("rl.rewards.").removesuffix(":score")
         kwargs = {"symbolic": False} if module == "math" else {}
-        for response, truth, expected in KNOWN.get(module, []):
-            score = load_function(function, key="reward.function")
+        if module not in KNOWN:
+            continue
+        score = load_function(function, key="reward.function")
+        for response, truth, expected in KNOWN[module]:
             found = score(prompt="", response=response, ground_truth=truth, **kwargs)["score"]
             if found != expected:
                 raise CheckFailed(

@@ -16,8 +16,8 @@ from rl.runtime.ranks import Ranks
 
 LATER = 1.45
 """Memory of a rank after tens of steps / as estimated: 1.01 after 6 steps with SmolLM2-135M in bfloat16, 1.43
-after 48. Saves, exports and the engine's cache are not the cause. Answers of other lengths leave more free
-memory between tensors of the heap, and up to 1,024 kernels in oneDNN's cache (0.18 GiB)."""
+after 48. oneDNN's cache of 1,024 kernels is 0.18 GiB of it; saves, exports and the engine's cache are not the
+cause. The rest is not explained."""
 LEAST_TOKENS = 256
 """Smallest training.micro_batch_tokens that the warning proposes."""
 

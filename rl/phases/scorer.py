@@ -68,7 +68,7 @@ class Scorer:
         self.num_scored = self.num_failed = 0
         """Samples of all batches so far that a function, a model or a judge scored, and failures of them."""
         self.recent: list[Tensor] = []
-        """What failed in the last training batches, until they have ENOUGH samples for `max_failed_share`."""
+        """Training samples since the last comparison with `reward.max_failed_share`: whether each failed."""
 
     @property
     def has_models(self) -> bool:
@@ -152,7 +152,7 @@ class Scorer:
 
     def _count_failures(self, failed: Tensor, is_validation: bool) -> None:
         """Count failures. Raise ConfigError if every call of the first batch failed, because all scores would
-        be equal, or more of the last ENOUGH training samples than `reward.max_failed_share`.
+        be equal, or a larger share of the last ENOUGH training samples than `reward.max_failed_share`.
 
         failed: bool, one element per sample that a function, a model or a judge scored. Collective over the
         world.
